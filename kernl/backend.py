@@ -1,0 +1,361 @@
+"""The whole pipeline on one screen. TorchDynamo hands over a graph; a callable goes back.
+
+    canonicalise -> rewrite -> lower -> CUDA-graph runner
+
+    torch.compile(model, backend="kernl")
+    torch.compile(model, backend="kernl", options={"lowering": "inductor", "patterns_disabled": ["dropout"]})
+
+`compile_graph` is the pipeline and reads from top to bottom; the rest of the file is its steps, in order.
+
+**Never worse, never down.** If a step fails, that graph runs as the plain PyTorch it was captured from, a warning says
+so once with the reason, and the report lists it. `strict=True` raises instead. The same holds for the first run of a
+graph: that is where kernels are compiled.
+
+**Gradients.** Under `lowering="eager"` the rewritten graph runs node by node and autograd records it as it would record
+the model, kernl's ops having backward formulas of their own. Under `lowering="inductor"` AOTAutograd cuts the graph into
+forward and backward. In both cases no CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from kernl.graph import RewriteReport, canonicalize, default_registry, rewrite
+from kernl.graph.memory import Storages, written_by
+from kernl.options import Options
+from kernl.report import GraphReport, Report, reason_of, warn_once
+from kernl.runtime import tuning
+from kernl.runtime.capability import capability_of
+from kernl.runtime.cuda_graph import CudaGraphRunner
+
+Runnable = Callable[..., Any]
+
+_torch_compile_report = Report('torch.compile(backend="kernl")')
+
+
+def kernl_backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Runnable:
+    """The backend "kernl" of torch.compile.
+
+    gm, example_inputs: what TorchDynamo hands to a backend.
+    options: the fields of `kernl.Options` as a dictionary.
+    mode: torch.compile's `mode`; only None and "default" mean something here.
+
+    Raises TypeError or ValueError for an option or a mode that does not exist.
+    """
+    if mode not in (None, "default"):
+        raise ValueError(
+            f'mode={mode!r}: backend "kernl" has no modes (CUDA graphs and tuning are on by default); '
+            "leave it out and use options={...}"
+        )
+    return compile_graph(gm, example_inputs, load_options(options), _torch_compile_report)
+
+
+def report() -> Report:
+    """What happened to every graph compiled through `torch.compile(backend="kernl")` in this process."""
+    return _torch_compile_report
+
+
+def load_options(given: Mapping[str, Any] | Options | None) -> Options:
+    """Validated options, names of patterns included."""
+    importlib.import_module("kernl.patterns")  # registers kernl's own patterns
+    options = given if isinstance(given, Options) else Options.from_kwargs(given)
+    options.check_patterns(default_registry.names())
+    return options
+
+
+def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> CompiledGraph:
+    """Turn one captured graph into a callable that takes the same inputs and returns the same outputs."""
+    started = time.perf_counter()
+    entry = report.new_graph()
+    plain = plain_copy(gm)
+    inputs = Inputs(gm, example_inputs)
+    describe(gm, inputs, entry)
+    try:
+        refuse_what_cannot_run(inputs)
+        inputs.mutated = written_inputs(gm)
+        entry.rewriting = rewrite_graph(gm, options)
+        function, entry.lowering = lower(gm, example_inputs, inputs, options)
+        if options.deterministic:
+            function = with_fixed_choices(function)
+        function = capture_when_possible(function, inputs, options, entry)
+    except Exception as error:
+        if options.strict or isinstance(error, CannotCapture):
+            raise
+        function = run_plain(plain, entry, report, reason_of(error))
+    entry.seconds = time.perf_counter() - started
+    return CompiledGraph(function, plain, inputs, options, entry, report)
+
+
+class Inputs:
+    """What the pipeline needs to know about a graph's inputs.
+
+    fixed: positions of parameters and buffers, whose addresses stay. mutated: positions the graph writes to.
+    needs_grad: whether autograd will record the graph. devices: where the tensors are.
+    """
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
+        tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+        self.count = len(placeholders)
+        self.sources = sources
+        self.fixed = frozenset(
+            position
+            for position, (value, source) in enumerate(zip(example_inputs, sources))
+            if isinstance(value, torch.nn.Parameter) or _is_module_tensor(value, source)
+        )
+        self.mutated: frozenset[int] = frozenset()
+        self.needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        self.devices = sorted({str(tensor.device) for tensor in tensors})
+        self.symbolic = any(isinstance(value, torch.SymInt) for value in example_inputs) or any(
+            isinstance(node.meta.get("example_value"), torch.SymInt) for node in placeholders
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.devices[0]) if self.devices else torch.device("cpu")
+
+
+def _is_module_tensor(value: Any, source: Any) -> bool:
+    """Buffers: tensors that TorchDynamo reached through `module._buffers[...]`."""
+    return isinstance(value, torch.Tensor) and "_buffers[" in source_name(source)
+
+
+def source_name(source: Any) -> str:
+    """The Python expression by which TorchDynamo reached an input ("" when it has none)."""
+    if source is None:
+        return ""
+    try:
+        name = source.name
+        return str(name() if callable(name) else name)
+    except NotImplementedError:
+        return ""
+
+
+def written_inputs(gm: GraphModule) -> frozenset[int]:
+    """Positions of the inputs whose memory the graph writes to."""
+    storages = Storages(gm.graph)
+    written = [target for node in gm.graph.nodes for target in written_by(node)]
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return frozenset(
+        position
+        for position, placeholder in enumerate(placeholders)
+        if isinstance(placeholder.meta.get("example_value"), torch.Tensor)
+        and any(storages.overlap(placeholder, target) for target in written)
+    )
+
+
+def plain_copy(gm: GraphModule) -> Runnable:
+    """The graph as it was captured, for when anything goes wrong. The code is generated only if it is called."""
+    graph = Graph(tracer_cls=getattr(gm.graph, "_tracer_cls", None))
+    graph.output(graph.graph_copy(gm.graph, {}))
+    made: list[Runnable] = []
+
+    def plain(*inputs: Any) -> Any:
+        if not made:
+            made.append(GraphModule(gm, graph).forward)
+        return made[0](*inputs)
+
+    return plain
+
+
+def describe(gm: GraphModule, inputs: Inputs, entry: GraphReport) -> None:
+    entry.device = inputs.devices[0] if len(inputs.devices) == 1 else "several" if inputs.devices else "cpu"
+    entry.symbolic = inputs.symbolic
+    entry.gradients = inputs.needs_grad
+    entry.nodes = sum(node.op in ("call_function", "call_method", "call_module") for node in gm.graph.nodes)
+
+
+class CannotRun(RuntimeError):
+    """This graph is not for kernl; the message says why."""
+
+
+class CannotCapture(RuntimeError):
+    """`cuda_graph="always"` was asked for, and no CUDA graph can be captured."""
+
+
+def refuse_what_cannot_run(inputs: Inputs) -> None:
+    """Turing fuses norms only, which `kernl.ops` decides; anything older runs as plain PyTorch."""
+    if inputs.device.type == "cuda":
+        capability = capability_of(inputs.device)
+        if not capability.fuses_norms:
+            raise CannotRun(
+                f"{capability.name} has compute capability {capability.major}.{capability.minor}; kernl's kernels need "
+                "7.5 (Turing) or newer"
+            )
+    elif inputs.device.type == "cpu":
+        warn_once(
+            "cpu",
+            "kernl runs on the CPU: every fused op uses its reference in plain PyTorch, no CUDA graphs. Results are "
+            "the same; the speed-up needs an NVIDIA GPU",
+        )
+
+
+def rewrite_graph(gm: GraphModule, options: Options) -> RewriteReport:
+    """Bring the graph to one spelling, then let the patterns replace what they recognise."""
+    canonical = canonicalize(gm)
+    report = rewrite(gm, without=options.patterns_disabled, strict=options.strict)
+    report.canonical = canonical
+    gm.recompile()
+    return report
+
+
+def lower(
+    gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, options: Options
+) -> tuple[Runnable, str]:
+    """Give the rewritten graph something that runs it, and its name."""
+    if options.lowering == "inductor":
+        if inputs.device.type == "cpu" and not has_cpp_compiler():
+            raise CannotRun('lowering="inductor" needs a C++ compiler (g++ or clang++) and none was found')
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(gm, list(example_inputs), config_patches={"triton.cudagraphs": False}), "inductor"
+    return gm.forward, "eager"
+
+
+def has_cpp_compiler() -> bool:
+    return any(shutil.which(name) for name in ("g++", "c++", "clang++"))
+
+
+def with_fixed_choices(function: Runnable) -> Runnable:
+    """Run without measuring anything, and with PyTorch's deterministic kernels."""
+
+    def run(*inputs: Any) -> Any:
+        with tuning.defaults_only(), _deterministic_algorithms():
+            return function(*inputs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def capture_when_possible(function: Runnable, inputs: Inputs, options: Options, entry: GraphReport) -> Runnable:
+    """Put the CUDA-graph runner around the function, or say why not."""
+    entry.no_cuda_graph_because = obstacle_to_capture(inputs, options)
+    if entry.no_cuda_graph_because is not None:
+        if options.cuda_graph == "always":
+            raise CannotCapture(f'cuda_graph="always", but no CUDA graph can be captured: {entry.no_cuda_graph_because}')
+        if inputs.needs_grad and inputs.device.type == "cuda" and options.cuda_graph == "auto":
+            warn_once(
+                "gradients",
+                "gradients are needed, which keeps CUDA graphs off: the model runs, but launches are not hidden. For "
+                "inference call it under torch.inference_mode() or torch.no_grad()",
+            )
+        return function
+    make_runner = InsistentRunner if options.cuda_graph == "always" else CudaGraphRunner
+    runner = make_runner(
+        function,
+        fixed_inputs=inputs.fixed,
+        mutated_inputs=inputs.mutated,
+        max_graphs=options.max_graphs,
+        static_outputs=options.static_outputs,
+    )
+    entry.cuda_graphs = lambda: {"captured": runner.graph_count(), "skipped": dict(runner.skips)}
+    return runner
+
+
+def obstacle_to_capture(inputs: Inputs, options: Options) -> str | None:
+    """Why this graph gets no CUDA graph; None when nothing speaks against it."""
+    if options.cuda_graph == "never":
+        return 'cuda_graph="never"'
+    if inputs.device.type != "cuda":
+        return f"inputs are on the {inputs.device.type.upper()}"
+    if len(inputs.devices) > 1:
+        return f"inputs are on several devices ({', '.join(inputs.devices)})"
+    if inputs.needs_grad:
+        return "gradients are needed"
+    return None
+
+
+class InsistentRunner(CudaGraphRunner):
+    """For `cuda_graph="always"`: where another runner would call the function plainly, this one raises."""
+
+    def run_plainly(self, reason: str, inputs: Sequence[Any]) -> Any:
+        raise CannotCapture(f'cuda_graph="always", but this call cannot be captured: {reason}')
+
+
+def run_plain(plain: Runnable, entry: GraphReport, report: Report, reason: str) -> Runnable:
+    """Step aside: this graph runs as plain PyTorch from now on."""
+    entry.plain_because = reason
+    entry.lowering = "plain PyTorch"
+    report.note(f"{entry.name} runs as plain PyTorch: {reason}")
+    warn_once(f"plain:{reason}", f"kernl runs a graph of {report.subject} as plain PyTorch: {reason}")
+    return plain
+
+
+class CompiledGraph:
+    """The callable of one captured graph: the fast function, with plain PyTorch behind it.
+
+    The first run is where kernels are compiled and launched for the first time; if it fails and plain PyTorch does not,
+    plain PyTorch takes over for good. If both fail, the error is the user's and comes from plain PyTorch.
+    """
+
+    def __init__(
+        self, function: Runnable, plain: Runnable, inputs: Inputs, options: Options, entry: GraphReport, report: Report
+    ) -> None:
+        self.inputs = inputs
+        self.entry = entry
+        self._function = function
+        self._plain = plain
+        self._options = options
+        self._report = report
+        self._has_run = False
+        # Nothing to fall back to, or told not to.
+        self._is_on_its_own = function is plain or options.strict or options.cuda_graph == "always"
+
+    @property
+    def runner(self) -> CudaGraphRunner | None:
+        return self._function if isinstance(self._function, CudaGraphRunner) else None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._is_on_its_own:
+            return self._function(*inputs)
+        # A graph that writes to its inputs must find them as they were if it has to run a second time.
+        before = {} if self._has_run else {i: inputs[i].detach().clone() for i in self.inputs.mutated}
+        try:
+            outputs = self._function(*inputs)
+        except Exception as error:
+            if self._has_run and self.inputs.mutated:
+                raise
+            return self._step_aside(error, inputs, before)
+        self._has_run = True
+        return outputs
+
+    def _step_aside(self, error: Exception, inputs: Sequence[Any], before: Mapping[int, torch.Tensor]) -> Any:
+        with torch.no_grad():
+            for position, content in before.items():
+                inputs[position].copy_(content)
+        outputs = self._plain(*inputs)
+        if isinstance(error, torch.OutOfMemoryError):  # of this call, perhaps not of the next
+            self._report.note(f"{self.entry.name}: a call ran as plain PyTorch: {reason_of(error)}")
+        else:
+            self._function = run_plain(self._plain, self.entry, self._report, reason_of(error))
+            self._is_on_its_own = True
+        return outputs
+
+    def release(self) -> None:
+        """Give back the memory of CUDA graphs; they are captured again when they are needed."""
+        if self.runner is not None:
+            self.runner.release()

@@ -1,0 +1,829 @@
+r"""Linear layers: output_i = activation(input @ weight_i^T + bias_i) for one to four weights, in one launch.
+
+    input [M, K], weight_i [N_i, K], bias_i [N_i], output_i [M, N_i]; fp32 accumulation, bias and activation in fp32.
+
+Floor: 2 M K sum(N_i) flops; bytes of the weights (few rows) or of input and outputs (many rows). Three regimes:
+
+`kernl_linear_tiles`, few rows. The weights are read once and the time is latency: the launch, one trip to memory, a
+    chain of dependent matrix instructions, the store. So: narrow tiles, enough of them to fill the chip; most of K in
+    flight at once; the weights of a program are pulled into L2 before it waits for the kernel that computes its
+    input; K_GROUPS warps work on different parts of K side by side (a batched product, summed at the end), since one
+    warp would have to wait for 48 products in a row at K = 768. Where N is so small that the chip does not fill,
+    SPLIT_K programs share a tile: each writes its fp32 partial sum, the last to arrive (an atomic counter) adds all
+    of them in fixed order, so that the result is the same every time, and sets the counter back to zero for the next
+    launch. The same kernel with large tiles serves GPUs without a tensor memory accelerator.
+
+`kernl_linear_persistent`, many rows (Hopper and newer). As many programs as the chip holds, each walking over output
+    tiles in an order that keeps the operands in L2; operands arrive through tensor descriptors; the copies for the
+    next tile are under way while this one's bias and activation are computed, and with two programs an SM the products
+    of one hide the epilogue of the other. Columns of a tile may be 128 + 64: 192 divides the widths of transformers,
+    and 4096 rows by 768 columns are then 128 tiles for 132 SMs rather than 96 or 192.
+
+`kernl_linear_activation`, after a product that cuBLAS computed.
+
+Weights of one launch are read through their own pointers, so merging them copies nothing. Which weight a program works
+on depends on its tile alone. Tile order and split-K follow the public descriptions in the Triton tutorials and in
+NVIDIA's CUTLASS documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernl.kernels.activation import activate
+from kernl.kernels.common import (
+    TRITON_TYPES,
+    AotCase,
+    count_launch,
+    let_next_kernel_start,
+    to_compute,
+    wait_for_previous_kernel,
+)
+
+MAX_MERGED = 4
+"""Weights that one launch can take."""
+
+
+@triton.jit
+def pick(index, value0, value1, value2, value3, COUNT: tl.constexpr):
+    """The pointer or descriptor number `index` of COUNT."""
+    value = value0
+    if COUNT > 1:
+        if index == 1:
+            value = value1
+    if COUNT > 2:
+        if index == 2:
+            value = value2
+    if COUNT > 3:
+        if index == 3:
+            value = value3
+    return value
+
+
+@triton.jit
+def pick_number(index, value0, value1, value2, value3, COUNT: tl.constexpr):
+    """The same for sizes and strides, any of which Triton may have turned into a constant."""
+    value = value0
+    if COUNT > 1:
+        value = tl.where(index == 1, value1, value)
+    if COUNT > 2:
+        value = tl.where(index == 2, value2, value)
+    if COUNT > 3:
+        value = tl.where(index == 3, value3, value)
+    return value
+
+
+@triton.jit
+def count_column_tiles(N0, N1, N2, N3, BLOCK_N: tl.constexpr, COUNT: tl.constexpr):
+    """Column tiles of all outputs together. No tile crosses from one output into the next."""
+    tiles = tl.cdiv(N0, BLOCK_N)
+    if COUNT > 1:
+        tiles += tl.cdiv(N1, BLOCK_N)
+    if COUNT > 2:
+        tiles += tl.cdiv(N2, BLOCK_N)
+    if COUNT > 3:
+        tiles += tl.cdiv(N3, BLOCK_N)
+    return tiles
+
+
+@triton.jit
+def place_of_tile(
+    tile, tiles_m, tiles_n, N0, N1, N2, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """(output, row tile, column tile in that output) of a tile number.
+
+    GROUP_M row tiles run through all columns before the next ones start: programs at work at the same time then share
+    few rows and few columns, which stay in L2.
+    """
+    tiles_in_group = GROUP_M * tiles_n
+    first_m = tile // tiles_in_group * GROUP_M
+    rows_in_group = tl.minimum(tiles_m - first_m, GROUP_M)
+    tile_m = first_m + tile % tiles_in_group % rows_in_group
+    tile_n = tile % tiles_in_group // rows_in_group
+    which = tile_n * 0
+    if COUNT > 1:
+        start1 = tl.cdiv(N0, BLOCK_N)
+        start = tl.where(tile_n >= start1, start1, 0)
+        which = tl.where(tile_n >= start1, 1, 0)
+        if COUNT > 2:
+            start2 = start1 + tl.cdiv(N1, BLOCK_N)
+            start = tl.where(tile_n >= start2, start2, start)
+            which = tl.where(tile_n >= start2, 2, which)
+            if COUNT > 3:
+                start3 = start2 + tl.cdiv(N2, BLOCK_N)
+                start = tl.where(tile_n >= start3, start3, start)
+                which = tl.where(tile_n >= start3, 3, which)
+        tile_n -= start
+    return which, tile_m, tile_n
+
+
+@triton.jit
+def load_bias(bias_ptr, columns, N, which, BIAS_MASK: tl.constexpr, COUNT: tl.constexpr):
+    """Bias of some columns of output `which`, fp32. Bit i of BIAS_MASK: output i has a bias, the others get zeros."""
+    mask = columns < N
+    if BIAS_MASK != (1 << COUNT) - 1:
+        mask = mask & ((BIAS_MASK >> which) % 2 == 1)
+    return tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def prefetch_weight(weight_ptr, columns, stride_n, first_k, end_k, K_SPAN: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
+    """Start copying the part [columns, first_k:end_k] of a weight with unit stride along K to L2."""
+    LINE: tl.constexpr = 128 // ELEMENT_BYTES
+    # [BLOCK_N, K_SPAN / LINE], one address a cache line; those past the end are the last element's line once more.
+    k = tl.minimum(first_k + tl.arange(0, K_SPAN // LINE) * LINE, end_k - 1)
+    addresses = weight_ptr + columns[:, None] * stride_n + k[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def kernl_linear_tiles(
+    input_ptr,
+    weight0_ptr,
+    weight1_ptr,
+    weight2_ptr,
+    weight3_ptr,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    bias3_ptr,
+    output0_ptr,
+    output1_ptr,
+    output2_ptr,
+    output3_ptr,
+    partial_ptr,  # fp32 [SPLIT_K, tiles, BLOCK_M, BLOCK_N]
+    counter_ptr,  # int32 [tiles], zero before and after
+    M,
+    N0,
+    N1,
+    N2,
+    N3,
+    K,
+    stride_input_m,
+    stride_weight0_n,
+    stride_weight1_n,
+    stride_weight2_n,
+    stride_weight3_n,
+    stride_weight_k,
+    COUNT: tl.constexpr,
+    BIAS_MASK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    PREFETCH_SPAN: tl.constexpr,  # elements of K to prefetch before the wait, a power of two; 0: none
+    USE_PDL: tl.constexpr,
+):
+    let_next_kernel_start(USE_PDL)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = count_column_tiles(N0, N1, N2, N3, BLOCK_N, COUNT)
+    which, tile_m, tile_n = place_of_tile(tile, tiles_m, tiles_n, N0, N1, N2, BLOCK_N, COUNT, GROUP_M)
+    weight_ptr = pick(which, weight0_ptr, weight1_ptr, weight2_ptr, weight3_ptr, COUNT)
+    output_ptr = pick(which, output0_ptr, output1_ptr, output2_ptr, output3_ptr, COUNT)
+    N = pick_number(which, N0, N1, N2, N3, COUNT)
+    stride_weight_n = pick_number(which, stride_weight0_n, stride_weight1_n, stride_weight2_n, stride_weight3_n, COUNT)
+
+    blocks_k = tl.cdiv(K, BLOCK_K)
+    blocks_per_split = tl.cdiv(blocks_k, SPLIT_K)
+    first_block = split * blocks_per_split
+    end_block = tl.minimum(first_block + blocks_per_split, blocks_k)
+
+    # Rows and columns past the end read the last one again: loads need no mask along them, the store has one.
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    safe_rows = tl.minimum(rows, M - 1).to(tl.int64)
+    safe_columns = tl.minimum(columns, N - 1).to(tl.int64)
+
+    if USE_PDL and PREFETCH_SPAN > 0:
+        prefetch_weight(
+            weight_ptr,
+            safe_columns,
+            stride_weight_n,
+            first_block * BLOCK_K,
+            tl.minimum(end_block * BLOCK_K, K),
+            PREFETCH_SPAN,
+            weight_ptr.dtype.element_ty.primitive_bitwidth // 8,
+        )
+    wait_for_previous_kernel(USE_PDL)
+    if BIAS_MASK != 0:
+        # Asked for now, used at the end.
+        bias_ptr = pick(which, bias0_ptr, bias1_ptr, bias2_ptr, bias3_ptr, COUNT)
+        bias = load_bias(bias_ptr, columns, N, which, BIAS_MASK, COUNT)
+
+    if K_GROUPS == 1:
+        k = tl.arange(0, BLOCK_K)
+        k_input = k[None, :]  # [1, BLOCK_K]
+        k_weight = k[:, None]  # [BLOCK_K, 1]
+        input_ptrs = input_ptr + safe_rows[:, None] * stride_input_m + k_input
+        weight_ptrs = weight_ptr + safe_columns[None, :] * stride_weight_n + k_weight * stride_weight_k
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    else:
+        PART: tl.constexpr = BLOCK_K // K_GROUPS
+        group = tl.arange(0, K_GROUPS)[:, None, None] * PART
+        k_input = group + tl.arange(0, PART)[None, None, :]  # [K_GROUPS, 1, PART]
+        k_weight = group + tl.arange(0, PART)[None, :, None]  # [K_GROUPS, PART, 1]
+        input_ptrs = input_ptr + safe_rows[None, :, None] * stride_input_m + k_input
+        weight_ptrs = weight_ptr + safe_columns[None, None, :] * stride_weight_n + k_weight * stride_weight_k
+        accumulator = tl.zeros((K_GROUPS, BLOCK_M, BLOCK_N), dtype=tl.float32)
+    input_ptrs += first_block * BLOCK_K
+    weight_ptrs += (first_block * BLOCK_K).to(tl.int64) * stride_weight_k
+
+    for block in range(first_block, end_block):
+        if EVEN_K:
+            x = tl.load(input_ptrs)
+            w = tl.load(weight_ptrs)
+        else:
+            left = K - block * BLOCK_K
+            x = tl.load(input_ptrs, mask=k_input < left, other=0.0)
+            w = tl.load(weight_ptrs, mask=k_weight < left, other=0.0)
+        accumulator = tl.dot(to_compute(x), to_compute(w), accumulator, input_precision=INPUT_PRECISION)
+        input_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K * stride_weight_k
+    if K_GROUPS > 1:
+        accumulator = tl.sum(accumulator, axis=0)  # [BLOCK_M, BLOCK_N]
+
+    if SPLIT_K > 1:
+        tiles = tiles_m * tiles_n
+        in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tile_ptrs = partial_ptr + tile.to(tl.int64) * (BLOCK_M * BLOCK_N) + in_tile
+        stride_split = tiles.to(tl.int64) * (BLOCK_M * BLOCK_N)
+        tl.store(tile_ptrs + split * stride_split, accumulator)
+        # All threads have stored before one of them announces it; acquire and release order the rest.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        if arrived != SPLIT_K - 1:
+            return
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for part in tl.static_range(SPLIT_K):
+            accumulator += tl.load(tile_ptrs + part * stride_split, cache_modifier=".cg")
+        tl.store(counter_ptr + tile, 0)
+
+    if BIAS_MASK != 0:
+        accumulator += bias[None, :]
+    FULL_PRECISION: tl.constexpr = output0_ptr.dtype.element_ty == tl.float32
+    result = activate(accumulator, ACTIVATION, FULL_PRECISION)
+    output_ptrs = output_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(output_ptrs, result.to(output0_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def halve_columns(x):
+    """[BLOCK_M, 2 n] -> the left and the right [BLOCK_M, n]."""
+    x = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+    return tl.split(tl.permute(x, (0, 2, 1)))
+
+
+@triton.jit
+def finish_columns(
+    accumulator,  # [BLOCK_M, a power of two x STORE_N]
+    output_desc,
+    bias_ptr,
+    row,
+    column,
+    N,
+    which,
+    BIAS_MASK: tl.constexpr,
+    COUNT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    STORE_N: tl.constexpr,
+):
+    """Bias, activation and store, STORE_N columns at a time: fewer registers and a small staging buffer."""
+    WIDTH: tl.constexpr = accumulator.shape[1]
+    if WIDTH > STORE_N:
+        left, right = halve_columns(accumulator)
+        finish_columns(left, output_desc, bias_ptr, row, column, N, which, BIAS_MASK, COUNT, ACTIVATION, STORE_N)
+        finish_columns(
+            right, output_desc, bias_ptr, row, column + WIDTH // 2, N, which, BIAS_MASK, COUNT, ACTIVATION, STORE_N
+        )
+    else:
+        if BIAS_MASK != 0:
+            accumulator += load_bias(bias_ptr, column + tl.arange(0, WIDTH), N, which, BIAS_MASK, COUNT)[None, :]
+        result = activate(accumulator, ACTIVATION, output_desc.dtype == tl.float32)
+        output_desc.store([row, column], result.to(output_desc.dtype))
+
+
+@triton.jit
+def kernl_linear_persistent(
+    input_desc,  # [M, K] in blocks of [BLOCK_M, BLOCK_K]
+    weight0_desc,  # [N, K] in blocks of [BLOCK_N, BLOCK_K]
+    weight1_desc,
+    weight2_desc,
+    weight3_desc,
+    tail0_desc,  # the same weights in blocks of [TAIL_N, BLOCK_K]
+    tail1_desc,
+    tail2_desc,
+    tail3_desc,
+    output0_desc,  # [M, N] in blocks of [BLOCK_M, STORE_N]
+    output1_desc,
+    output2_desc,
+    output3_desc,
+    bias0_ptr,
+    bias1_ptr,
+    bias2_ptr,
+    bias3_ptr,
+    M,
+    N0,
+    N1,
+    N2,
+    N3,
+    K,
+    COUNT: tl.constexpr,
+    BIAS_MASK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TAIL_N: tl.constexpr,  # further columns of a tile, 0 or a power of two: a tile has BLOCK_N + TAIL_N columns
+    BLOCK_K: tl.constexpr,
+    STORE_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    let_next_kernel_start(USE_PDL)
+    wait_for_previous_kernel(USE_PDL)
+    TILE_N: tl.constexpr = BLOCK_N + TAIL_N
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = count_column_tiles(N0, N1, N2, N3, TILE_N, COUNT)
+    blocks_k = tl.cdiv(K, BLOCK_K)
+    tl.assume(blocks_k > 0)  # or the compiler keeps a copy of the epilogue for products over nothing
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        which, tile_m, tile_n = place_of_tile(tile, tiles_m, tiles_n, N0, N1, N2, TILE_N, COUNT, GROUP_M)
+        row = tile_m * BLOCK_M
+        column = tile_n * TILE_N
+        weight_desc = pick(which, weight0_desc, weight1_desc, weight2_desc, weight3_desc, COUNT)
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if TAIL_N > 0:
+            tail_desc = pick(which, tail0_desc, tail1_desc, tail2_desc, tail3_desc, COUNT)
+            accumulator_tail = tl.zeros((BLOCK_M, TAIL_N), dtype=tl.float32)
+        for block in range(blocks_k):
+            x = to_compute(input_desc.load([row, block * BLOCK_K]))  # [BLOCK_M, BLOCK_K]
+            w = to_compute(weight_desc.load([column, block * BLOCK_K]))  # [BLOCK_N, BLOCK_K]
+            accumulator = tl.dot(x, w.T, accumulator)
+            if TAIL_N > 0:
+                w = to_compute(tail_desc.load([column + BLOCK_N, block * BLOCK_K]))  # [TAIL_N, BLOCK_K]
+                accumulator_tail = tl.dot(x, w.T, accumulator_tail)
+
+        N = pick_number(which, N0, N1, N2, N3, COUNT)
+        output_desc = pick(which, output0_desc, output1_desc, output2_desc, output3_desc, COUNT)
+        bias_ptr = bias0_ptr
+        if BIAS_MASK != 0:
+            bias_ptr = pick(which, bias0_ptr, bias1_ptr, bias2_ptr, bias3_ptr, COUNT)
+        finish_columns(accumulator, output_desc, bias_ptr, row, column, N, which, BIAS_MASK, COUNT, ACTIVATION, STORE_N)
+        if TAIL_N > 0:
+            finish_columns(
+                accumulator_tail,
+                output_desc,
+                bias_ptr,
+                row,
+                column + BLOCK_N,
+                N,
+                which,
+                BIAS_MASK,
+                COUNT,
+                ACTIVATION,
+                STORE_N,
+            )
+
+
+@triton.jit
+def kernl_linear_activation(values_ptr, elements, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    """Apply an activation in place."""
+    let_next_kernel_start(USE_PDL)
+    wait_for_previous_kernel(USE_PDL)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < elements
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
+    values = to_compute(tl.load(values_ptr + offsets, mask=mask, other=0.0)).to(tl.float32)
+    result = activate(values, ACTIVATION, dtype == tl.float32)
+    tl.store(values_ptr + offsets, result.to(dtype), mask=mask)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """One way to run a linear layer with the kernels of this file.
+
+    persistent: `kernl_linear_persistent`, else `kernl_linear_tiles`.
+    tail_n (persistent): further columns of a tile. programs_per_sm (persistent): how many share an SM.
+    store_n (persistent): columns finished and stored at a time. Few need less shared memory; a store waits for the one
+    before it to have left the staging buffer.
+    k_groups, split_k (tiles): parts of K worked on side by side in one program, and by different programs.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    persistent: bool = False
+    tail_n: int = 0
+    programs_per_sm: int = 1
+    store_n: int = 64
+    k_groups: int = 1
+    split_k: int = 1
+
+    @property
+    def name(self) -> str:
+        """Readable and unique: what the tuning tables and reports call it."""
+        columns = f"{self.block_n}" + (f"+{self.tail_n}" if self.tail_n else "")
+        text = f"{'persistent' if self.persistent else 'tiles'}_{self.block_m}x{columns}x{self.block_k}"
+        text += f"_w{self.num_warps}_s{self.num_stages}"
+        text += f"_groups{self.k_groups}" if self.k_groups > 1 else ""
+        text += f"_split{self.split_k}" if self.split_k > 1 else ""
+        text += f"_store{self.store_n}" if self.store_n != 64 else ""
+        return text + (f"_{self.programs_per_sm}per_sm" if self.programs_per_sm > 1 else "")
+
+    def column_tiles(self, columns: Sequence[int]) -> int:
+        return sum(-(-n // (self.block_n + self.tail_n)) for n in columns)
+
+    def tiles(self, rows: int, columns: Sequence[int]) -> int:
+        """Output tiles of the whole problem: the counters and partial sums that split_k needs are that many."""
+        return -(-rows // self.block_m) * self.column_tiles(columns)
+
+
+_GROUP_M = 8
+_MAX_PREFETCH_SPAN = 8192
+
+# Hopper and newer. Each row class names few configurations, since trying one costs a compilation.
+_HOPPER_16_ROWS = (
+    LinearConfig(16, 16, 256, 4, 4, k_groups=4),
+    LinearConfig(16, 32, 256, 4, 4, k_groups=4),
+    LinearConfig(16, 16, 512, 8, 3, k_groups=8),
+    LinearConfig(16, 16, 256, 4, 4, k_groups=4, split_k=2),
+    LinearConfig(16, 32, 256, 4, 4, k_groups=4, split_k=4),
+)
+_HOPPER_64_ROWS = (
+    LinearConfig(32, 32, 256, 4, 3, k_groups=4),
+    LinearConfig(16, 32, 256, 4, 4, k_groups=4),
+    LinearConfig(64, 32, 128, 4, 4),
+    LinearConfig(64, 32, 128, 4, 4, split_k=2),
+    LinearConfig(64, 32, 128, 4, 4, split_k=4),
+)
+_HOPPER_256_ROWS = (
+    LinearConfig(64, 32, 128, 4, 4),
+    LinearConfig(64, 64, 128, 4, 4),
+    LinearConfig(64, 64, 128, 4, 4, split_k=2),
+    LinearConfig(64, 64, 64, 4, 6, persistent=True),
+    LinearConfig(64, 128, 64, 4, 6, persistent=True),
+)
+_HOPPER_2048_ROWS = (
+    LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2),
+    LinearConfig(128, 128, 64, 4, 3, persistent=True, programs_per_sm=2),
+    LinearConfig(128, 128, 64, 8, 5, persistent=True, store_n=128),
+    LinearConfig(128, 128, 64, 8, 4, persistent=True, tail_n=64),
+    LinearConfig(128, 256, 64, 8, 3, persistent=True, store_n=256),
+)
+_HOPPER_MANY_ROWS = (
+    LinearConfig(128, 128, 64, 4, 3, persistent=True, programs_per_sm=2),
+    LinearConfig(128, 128, 64, 8, 4, persistent=True, tail_n=64),
+    LinearConfig(128, 256, 64, 8, 3, persistent=True, store_n=256),
+    LinearConfig(128, 256, 64, 8, 4, persistent=True),
+)
+
+# Ampere and Ada, and operands a tensor descriptor cannot describe.
+_POINTERS_MANY_ROWS = (
+    LinearConfig(64, 64, 64, 4, 3),
+    LinearConfig(64, 128, 64, 4, 3),
+    LinearConfig(128, 128, 32, 4, 4),
+    LinearConfig(128, 128, 64, 8, 3),
+)
+_POINTERS_256_ROWS = (
+    LinearConfig(64, 32, 128, 4, 3),
+    LinearConfig(64, 64, 64, 4, 4),
+    LinearConfig(64, 64, 64, 4, 4, split_k=2),
+    LinearConfig(64, 128, 64, 4, 3),
+)
+_POINTERS_FEW_ROWS = (
+    LinearConfig(16, 16, 256, 4, 3, k_groups=4),
+    LinearConfig(16, 32, 256, 4, 3, k_groups=4),
+    LinearConfig(32, 32, 128, 4, 4),
+    LinearConfig(32, 32, 128, 4, 4, split_k=4),
+)
+_FLOAT32 = (
+    LinearConfig(16, 32, 64, 4, 3),
+    LinearConfig(16, 32, 64, 4, 3, split_k=4),
+    LinearConfig(32, 32, 32, 4, 3),
+)
+
+
+def configs(arch: int, rows: int, dtype: torch.dtype, *, tma: bool) -> tuple[LinearConfig, ...]:
+    """Configurations worth trying for that many rows on sm_{arch}, the expected best not necessarily first.
+
+    tma: operands fit tensor descriptors (see `fits_descriptors`). None for fp32 with many rows: cuBLAS does those.
+    """
+    if dtype == torch.float32:
+        return _FLOAT32 if rows <= 32 else ()
+    hopper = arch >= 90
+    if rows <= 16:
+        return _HOPPER_16_ROWS if hopper else _POINTERS_FEW_ROWS
+    if rows <= 64:
+        return _HOPPER_64_ROWS if hopper else _POINTERS_FEW_ROWS
+    if rows <= 256:
+        return _HOPPER_256_ROWS if hopper and tma else _POINTERS_256_ROWS
+    if hopper and tma:
+        return _HOPPER_2048_ROWS if rows <= 2048 else _HOPPER_MANY_ROWS
+    return _POINTERS_MANY_ROWS
+
+
+def fits_descriptors(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Whether tensor descriptors can describe the operands: unit last stride, rows and bases aligned to 16 bytes."""
+    step = 16 // input.element_size()
+    return all(
+        operand.stride(1) == 1
+        and operand.stride(0) >= operand.shape[1]
+        and operand.stride(0) % step == 0
+        and operand.data_ptr() % 16 == 0
+        for operand in (input, *weights)
+    ) and all(weight.shape[0] % step == 0 for weight in weights)
+
+
+def _padded(values: Sequence[object]) -> list[object]:
+    return [*values, *([None] * (MAX_MERGED - len(values)))]
+
+
+def _bias_mask(biases: Sequence[torch.Tensor | None]) -> int:
+    return sum(1 << index for index, bias in enumerate(biases) if bias is not None)
+
+
+def launch_tiles(
+    config: LinearConfig,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    outputs: Sequence[torch.Tensor],
+    activation: str,
+    *,
+    allow_tf32: bool = False,
+    counters: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> None:
+    """outputs[i][M, N_i] = activation(input[M, K] @ weights[i][N_i, K]^T + biases[i]) through pointers.
+
+    input: unit last stride. weights: any strides, the same stride along K for all. outputs: contiguous.
+    counters: int32 zeros, one for each tile, needed when config.split_k > 1; not to be used by two launches at a time.
+    """
+    rows, inner = input.shape
+    columns = [weight.shape[0] for weight in weights]
+    tiles = config.tiles(rows, columns)
+    partial = None
+    if config.split_k > 1:
+        if counters is None or counters.numel() < tiles:
+            raise ValueError(f"split_k={config.split_k} needs counters for {tiles} tiles")
+        shape = (config.split_k, tiles, config.block_m, config.block_n)
+        partial = torch.empty(shape, dtype=torch.float32, device=input.device)
+    stride_k = weights[0].stride(1)
+    blocks = -(-inner // config.block_k)
+    span = -(-blocks // config.split_k) * config.block_k
+    span = 1 << (span - 1).bit_length()
+    fallback = next((bias for bias in biases if bias is not None), None)  # a valid address behind a masked load
+    count_launch("linear_tiles")
+    kernl_linear_tiles[(tiles, config.split_k)](
+        input,
+        *_padded(weights),
+        *_padded([fallback if bias is None else bias for bias in biases]),
+        *_padded(outputs),
+        partial,
+        counters if config.split_k > 1 else None,
+        rows,
+        *_padded(columns),
+        inner,
+        input.stride(0),
+        *_padded([weight.stride(0) for weight in weights]),
+        stride_k,
+        COUNT=len(weights),
+        BIAS_MASK=_bias_mask(biases),
+        ACTIVATION=activation,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        K_GROUPS=config.k_groups,
+        SPLIT_K=config.split_k,
+        EVEN_K=inner % config.block_k == 0,
+        GROUP_M=_GROUP_M,
+        INPUT_PRECISION="tf32" if allow_tf32 else "ieee",
+        PREFETCH_SPAN=span if use_pdl and stride_k == 1 and span <= _MAX_PREFETCH_SPAN else 0,
+        USE_PDL=use_pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **({"launch_pdl": True} if use_pdl else {}),
+    )
+
+
+def launch_persistent(
+    config: LinearConfig,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    outputs: Sequence[torch.Tensor],
+    activation: str,
+    *,
+    sm_count: int,
+    use_pdl: bool = False,
+) -> None:
+    """The same through tensor descriptors, for 16-bit operands that `fits_descriptors` accepts."""
+    rows, inner = input.shape
+    columns = [weight.shape[0] for weight in weights]
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+
+    def described(tensors: Sequence[torch.Tensor], block: list[int]) -> list[object]:
+        return _padded([TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors])
+
+    fallback = next((bias for bias in biases if bias is not None), None)
+    programs = min(config.tiles(rows, columns), sm_count * config.programs_per_sm)
+    count_launch("linear_persistent")
+    kernl_linear_persistent[(programs,)](
+        described([input], [block_m, block_k])[0],
+        *described(weights, [block_n, block_k]),
+        *described(weights if config.tail_n else [], [config.tail_n, block_k]),
+        *described(outputs, [block_m, config.store_n]),
+        *_padded([fallback if bias is None else bias for bias in biases]),
+        rows,
+        *_padded(columns),
+        inner,
+        COUNT=len(weights),
+        BIAS_MASK=_bias_mask(biases),
+        ACTIVATION=activation,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        TAIL_N=config.tail_n,
+        BLOCK_K=block_k,
+        STORE_N=config.store_n,
+        GROUP_M=_GROUP_M,
+        FLATTEN=True,
+        USE_PDL=use_pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **({"launch_pdl": True} if use_pdl else {}),
+    )
+
+
+_ACTIVATION_BLOCK = 2048
+
+
+def launch_activation(values: torch.Tensor, activation: str, *, use_pdl: bool = False) -> None:
+    """values = activation(values), in place; values is contiguous."""
+    elements = values.numel()
+    if elements == 0:
+        return
+    count_launch("linear_activation")
+    kernl_linear_activation[(-(-elements // _ACTIVATION_BLOCK),)](
+        values,
+        elements,
+        ACTIVATION=activation,
+        BLOCK=_ACTIVATION_BLOCK,
+        USE_PDL=use_pdl,
+        num_warps=8,
+        **({"launch_pdl": True} if use_pdl else {}),
+    )
+
+
+def _tiles_case(
+    config: LinearConfig, dtype: torch.dtype, activation: str, count: int, pdl: bool, *, even: bool = True
+) -> AotCase:
+    pointer = "*" + TRITON_TYPES[dtype]
+    signature = {"input_ptr": pointer, "M": "i32", "K": "i32", "stride_input_m": "i32"}
+    constexprs: dict[str, object] = {"stride_weight_k": 1}
+    for index in range(MAX_MERGED):
+        for name, kind in (
+            (f"weight{index}_ptr", pointer),
+            (f"bias{index}_ptr", pointer),
+            (f"output{index}_ptr", pointer),
+            (f"N{index}", "i32"),
+            (f"stride_weight{index}_n", "i32"),
+        ):
+            if index < count:
+                signature[name] = kind
+            else:
+                constexprs[name] = None
+    if config.split_k > 1:
+        signature |= {"partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    else:
+        constexprs |= {"partial_ptr": None, "counter_ptr": None}
+    constexprs |= {
+        "COUNT": count,
+        "BIAS_MASK": (1 << count) - 1,
+        "ACTIVATION": activation,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "K_GROUPS": config.k_groups,
+        "SPLIT_K": config.split_k,
+        "EVEN_K": even,
+        "GROUP_M": _GROUP_M,
+        "INPUT_PRECISION": "ieee",
+        "PREFETCH_SPAN": 1024 if pdl else 0,
+        "USE_PDL": pdl,
+    }
+    divisible = (
+        "K",
+        "stride_input_m",
+        *(f"N{i}" for i in range(count)),
+        *(f"stride_weight{i}_n" for i in range(count)),
+    )
+    name = f"{config.name}-{TRITON_TYPES[dtype]}-{activation}-{count}" + ("" if even else "-any_k")
+    return AotCase(
+        name,
+        kernl_linear_tiles,
+        signature,
+        constexprs,
+        config.num_warps,
+        config.num_stages,
+        divisible_by_16=divisible if even else (),
+        options={"launch_pdl": True} if pdl else {},
+    )
+
+
+def _persistent_case(config: LinearConfig, dtype: torch.dtype, activation: str, count: int) -> AotCase:
+    element = TRITON_TYPES[dtype]
+
+    def descriptor(rows: int, columns: int) -> str:
+        return f"tensordesc<{element}[{rows},{columns}]>"
+
+    store_n = config.store_n
+    signature = {"input_desc": descriptor(config.block_m, config.block_k), "M": "i32", "K": "i32"}
+    constexprs: dict[str, object] = {}
+    for index in range(MAX_MERGED):
+        used = index < count
+        for name, kind, present in (
+            (f"weight{index}_desc", descriptor(config.block_n, config.block_k), used),
+            (f"tail{index}_desc", descriptor(config.tail_n, config.block_k), used and config.tail_n > 0),
+            (f"output{index}_desc", descriptor(config.block_m, store_n), used),
+            (f"bias{index}_ptr", "*" + element, used),
+            (f"N{index}", "i32", used),
+        ):
+            if present:
+                signature[name] = kind
+            else:
+                constexprs[name] = None
+    constexprs |= {
+        "COUNT": count,
+        "BIAS_MASK": (1 << count) - 1,
+        "ACTIVATION": activation,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "TAIL_N": config.tail_n,
+        "BLOCK_K": config.block_k,
+        "STORE_N": store_n,
+        "GROUP_M": _GROUP_M,
+        "FLATTEN": True,
+        "USE_PDL": True,
+    }
+    return AotCase(
+        f"{config.name}-{element}-{activation}-{count}",
+        kernl_linear_persistent,
+        signature,
+        constexprs,
+        config.num_warps,
+        config.num_stages,
+        divisible_by_16=("K", *(f"N{i}" for i in range(count))),
+        options={"launch_pdl": True},
+    )
+
+
+def aot_cases(arch: int) -> Iterator[AotCase]:
+    """What the op compiles on sm_{arch}: every configuration, as a GELU layer and as merged query, key and value."""
+    if arch < 80:
+        return
+    hopper = arch >= 90
+    seen = set()
+    for rows in (16, 64, 256, 2048, 16384):
+        for config in configs(arch, rows, torch.float16, tma=True):
+            for activation, count in (("gelu", 1), ("none", 3)):
+                case = (
+                    _persistent_case(config, torch.float16, activation, count)
+                    if config.persistent
+                    else _tiles_case(config, torch.float16, activation, count, hopper)
+                )
+                if case.name not in seen:
+                    seen.add(case.name)
+                    yield case
+    for config in (*configs(arch, 16, torch.float32, tma=False),):
+        yield _tiles_case(config, torch.float32, "gelu", 1, hopper)
+    few = configs(arch, 16, torch.float16, tma=False)[0]
+    yield _tiles_case(few, torch.bfloat16, "tanh", 1, hopper)
+    yield _tiles_case(few, torch.float16, "silu", 1, hopper, even=False)
+    for dtype in (torch.float16, torch.float32):
+        yield AotCase(
+            f"activation-{TRITON_TYPES[dtype]}",
+            kernl_linear_activation,
+            {"values_ptr": "*" + TRITON_TYPES[dtype], "elements": "i32"},
+            {"ACTIVATION": "gelu", "BLOCK": _ACTIVATION_BLOCK, "USE_PDL": hopper},
+            num_warps=8,
+            divisible_by_16=("elements",),
+            options={"launch_pdl": True} if hopper else {},
+        )

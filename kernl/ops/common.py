@@ -1,0 +1,194 @@
+"""How an op is declared: the helpers that keep every file of `kernl.ops` short.
+
+An op of kernl is a `torch.library` op `torch.ops.kernl.<name>`. `define_op` registers all its parts at once:
+
+    schema       the signature in PyTorch's schema language
+    cpu, cuda    implementations. Both first ask `kernel_runs_on`: the Triton kernel where it can run, otherwise the
+                 reference in plain PyTorch (the CPU, float64, a GPU that is too old)
+    fake         the shape function; it allocates as the implementations do, so that strides agree
+    autograd     (setup_context, backward), as `torch.library.register_autograd` takes them
+    autocast     what `torch.autocast` changes, by hand: torch's own helper casts *every* float tensor to one type
+
+Outputs are allocated with `empty`, in fake, CPU and CUDA code alike, so that tests can fill them with NaN and see an
+element that no kernel wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kernl.kernels.common import INTERPRET
+from kernl.runtime.capability import capability_of
+
+LIB = torch.library.Library("kernl", "FRAGMENT")
+"""Owner of every registration; the ops live as long as it does."""
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Element types the kernels take. Anything else runs the reference."""
+
+
+class _Mode:
+    """Process-wide switches of the helpers below. Not thread-local: autograd runs backward on threads of its own."""
+
+    reference_only = 0
+    interpreted = 0
+    poison = 0
+
+
+@contextlib.contextmanager
+def _switched_on(name: str) -> Iterator[None]:
+    setattr(_Mode, name, getattr(_Mode, name) + 1)
+    try:
+        yield
+    finally:
+        setattr(_Mode, name, getattr(_Mode, name) - 1)
+
+
+def force_reference() -> contextlib.AbstractContextManager[None]:
+    """Within this context every op runs its reference in plain PyTorch, on any device."""
+    return _switched_on("reference_only")
+
+
+def interpreted_kernels() -> contextlib.AbstractContextManager[None]:
+    """Within this context ops given CPU tensors run their kernels in Triton's interpreter (slow; for tests).
+
+    Raises RuntimeError unless TRITON_INTERPRET=1 was set before kernl's kernels were imported.
+    """
+    if not INTERPRET:
+        raise RuntimeError("kernels can be interpreted only when TRITON_INTERPRET=1 is set before kernl is imported")
+    return _switched_on("interpreted")
+
+
+def poisoned() -> contextlib.AbstractContextManager[None]:
+    """Within this context `empty` hands out memory full of NaN (integers: the lowest value, bool: True)."""
+    return _switched_on("poison")
+
+
+def kernel_runs_on(tensor: torch.Tensor, op_family: str = "linear") -> bool:
+    """Whether the Triton kernels of a family ("norm", "linear", "attention") can take this tensor.
+
+    On CUDA: float16, bfloat16 or float32 and a recent enough GPU (Turing for norms, Ampere for the others and for
+    bfloat16). On the CPU: only inside `interpreted_kernels()`.
+    """
+    if _Mode.reference_only or tensor.dtype not in KERNEL_DTYPES:
+        return False
+    if tensor.device.type == "cpu":
+        return _Mode.interpreted > 0
+    if tensor.device.type != "cuda" or INTERPRET:
+        return False
+    capability = capability_of(tensor.device)
+    if tensor.dtype == torch.bfloat16 and not capability.has_bf16:
+        return False
+    return capability.fuses_norms if op_family == "norm" else capability.fuses_gemm_and_attention
+
+
+def use_pdl(tensor: torch.Tensor) -> bool:
+    """Whether kernels on this tensor's device are launched as programmatic dependents (see kernels/common.py)."""
+    return not INTERPRET and tensor.is_cuda and capability_of(tensor.device).has_pdl
+
+
+def is_capturing() -> bool:
+    """Whether the current CUDA stream records a graph: nothing may synchronise, measure or allocate outside torch."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def may_prefetch(tensor: torch.Tensor) -> bool:
+    """Whether a kernel may read this tensor before its predecessor in the stream has finished.
+
+    Only a parameter, and only while an inference graph is captured: in eager code the predecessor may be an optimiser
+    that is writing it.
+    """
+    return isinstance(tensor, torch.nn.Parameter) and not torch.is_grad_enabled() and is_capturing()
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Make the tensor's GPU the current one: Triton launches there. Nothing to do for other devices."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def empty(shape: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Contiguous uninitialised output. Every op allocates with this or with `empty_strided`."""
+    return _poison(torch.empty(shape, dtype=dtype, device=device))
+
+
+def empty_strided(
+    shape: Sequence[int | torch.SymInt],
+    strides: Sequence[int | torch.SymInt],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Uninitialised output of a given layout. Views of it (`transpose`, `select`) describe any layout as well."""
+    return _poison(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    if _Mode.poison:
+        if tensor.is_floating_point():
+            tensor.fill_(math.nan)
+        elif tensor.dtype == torch.bool:
+            tensor.fill_(True)
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).min)
+    return tensor
+
+
+def define_op(
+    schema: str,
+    *,
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+    fake: Callable[..., Any],
+    autograd: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+    autocast: Callable[..., Any] | None = None,
+    tags: Sequence[torch.Tag] = (),
+) -> Any:
+    """Register `torch.ops.kernl.<name>` with all its parts and return the overload, ready to be called.
+
+    schema: "name(Tensor input, float eps) -> Tensor", without the namespace. PyTorch leaves out trailing arguments
+        that equal a default of the schema: functions that are to take them need that default as well.
+    cpu, cuda: implementations; cuda defaults to the one for the CPU.
+    fake: same signature, gives empty outputs of the right shape, type, strides and device; it must not branch on sizes.
+    autograd: (setup_context(ctx, inputs, output), backward(ctx, *grads)).
+    autocast: `autocast(dtype, device_type, *args, **kwargs)` runs with autocast off for this op; it casts what it wants
+        and calls the op.
+    tags: further `torch.Tag`s; pt2_compliant_tag is always there.
+    """
+    name = schema.partition("(")[0].strip()
+    LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    LIB.impl(name, cpu, "CPU")
+    LIB.impl(name, cuda or cpu, "CUDA")
+    torch.library.register_fake(f"kernl::{name}", fake, lib=LIB)
+    if autograd is not None:
+        setup_context, backward = autograd
+        torch.library.register_autograd(f"kernl::{name}", backward, setup_context=setup_context, lib=LIB)
+    if autocast is not None:
+        LIB.impl(name, _under_autocast(autocast, "cuda"), "AutocastCUDA")
+        LIB.impl(name, _under_autocast(autocast, "cpu"), "AutocastCPU")
+    return getattr(torch.ops.kernl, name).default
+
+
+def _under_autocast(rule: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, "Autocast" + device_type.upper()))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Without the guard the rule's own call of the op would come back here.
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return rule(torch.get_autocast_dtype(device_type), device_type, *args, **kwargs)
+
+    return call
+
+
+def cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """What autocast does to one operand: float tensors but float64 go to `dtype`, anything else is left alone.
+
+    Nothing is cached: autocast's own weight cache would hand a graph capture memory that dies with the context.
+    """
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
+        return tensor
+    return tensor.to(dtype)

@@ -1,0 +1,493 @@
+"""Linear layers with their bias and activation, alone or several that share an input.
+
+    torch.ops.kernl.linear(input, weight, bias, activation)      -> activation(input @ weight.T + bias)
+    torch.ops.kernl.merged_linear(input, weights, biases)        -> [input @ weight.T + bias for each]
+
+`input` is [..., K], a weight [N, K], a bias [N] or None; outputs are contiguous [..., N]. In fp16 and bf16 our kernels
+apply bias and activation in fp32 and round once, where plain PyTorch rounds before the activation too.
+fp32 products honour PyTorch's matmul precision (TF32 only where it is switched on).
+
+Which implementation runs is measured once per class of problems (kernl/runtime/tuning.py): cuBLAS followed by our
+activation kernel, cuBLASLt's own epilogue where it has one, or one of the Triton configurations of kernels/linear.py
+for that number of rows. `implementations` lists them, `default_implementation` guesses without measuring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kernl.kernels.activation import ACTIVATIONS
+from kernl.kernels.linear import (
+    MAX_MERGED,
+    LinearConfig,
+    configs,
+    fits_descriptors,
+    launch_activation,
+    launch_persistent,
+    launch_tiles,
+)
+from kernl.ops.common import cast, define_op, empty, is_capturing, kernel_runs_on, on_device_of, use_pdl
+from kernl.runtime.capability import capability_of
+from kernl.runtime.tuning import Candidate, choose
+
+Implementation = Callable[[], object]
+
+
+def linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none"
+) -> torch.Tensor:
+    """activation(input @ weight.T + bias).
+
+    input: [..., K], any float dtype, any strides.
+    weight: [N, K], dtype of input. bias: [N] or None, dtype of input.
+    activation: "none", "gelu" (exact), "gelu_tanh", "relu", "silu", "tanh" or "quick_gelu" (x * sigmoid(1.702 x)).
+
+    Returns [..., N], contiguous, in the dtype of input (in autocast's dtype under autocast, as torch's linear).
+    Raises ValueError for shapes, dtypes or activations that do not fit.
+    """
+    _check(input, [weight], [bias])
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; accepted: {', '.join(ACTIVATIONS)}")
+    return torch.ops.kernl.linear(input, weight, bias, activation)
+
+
+def merged_linear(
+    input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] | None = None
+) -> list[torch.Tensor]:
+    """Several linear layers that share an input, such as query, key and value: [input @ w.T + b for w, b in ...].
+
+    input: [..., K], any float dtype, any strides.
+    weights: [N_i, K] each, dtype of input, read where they are. biases: [N_i] or None each; None: no biases.
+
+    Returns one contiguous [..., N_i] per weight. Raises ValueError for shapes or dtypes that do not fit.
+    """
+    weights = list(weights)
+    biases = [None] * len(weights) if biases is None else list(biases)
+    if len(biases) != len(weights):
+        raise ValueError(f"biases has {len(biases)} entries; accepted: {len(weights)}, one for each weight")
+    _check(input, weights, biases)
+    return torch.ops.kernl.merged_linear(input, weights, biases)
+
+
+def _check(input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
+    if input.dim() == 0:
+        raise ValueError("input has no dimension; accepted: [..., K]")
+    if not weights:
+        raise ValueError("weights is empty; accepted: at least one [N, K]")
+    if not input.is_floating_point():
+        raise ValueError(f"input is {input.dtype}; accepted: floating point")
+    dtypes_differ = not torch.is_autocast_enabled(input.device.type)
+    for weight, bias in zip(weights, biases, strict=True):
+        if weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
+            raise ValueError(
+                f"weight has shape {list(weight.shape)}; accepted: [N, {input.shape[-1]}], K being input's last size"
+            )
+        if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+            raise ValueError(f"bias has shape {list(bias.shape)}; accepted: [{weight.shape[0]}], or None")
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if dtypes_differ and tensor is not None and tensor.dtype != input.dtype:
+                raise ValueError(f"{name} is {tensor.dtype} and input {input.dtype}; accepted: one dtype for all")
+
+
+def reference_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """`linear` in plain PyTorch, for any float dtype and device."""
+    return apply_activation(F.linear(input, weight, bias), activation).contiguous()
+
+
+def reference_merged_linear(
+    input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """`merged_linear` in plain PyTorch, for any float dtype and device."""
+    return [reference_linear(input, weight, bias, "none") for weight, bias in zip(weights, biases, strict=True)]
+
+
+def apply_activation(values: torch.Tensor, activation: str) -> torch.Tensor:
+    """One of ACTIVATIONS in plain PyTorch."""
+    if activation == "gelu":
+        return F.gelu(values)
+    if activation == "gelu_tanh":
+        return F.gelu(values, approximate="tanh")
+    if activation == "relu":
+        return F.relu(values)
+    if activation == "silu":
+        return F.silu(values)
+    if activation == "tanh":
+        return torch.tanh(values)
+    if activation == "quick_gelu":
+        return values * torch.sigmoid(1.702 * values)
+    if activation == "none":
+        return values
+    raise ValueError(f"activation is {activation!r}; accepted: {', '.join(ACTIVATIONS)}")
+
+
+def _allocate(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype, device=input.device)
+
+
+class _Counters:
+    """Zeroed int32 cells for split-K, which every launch leaves zeroed.
+
+    Two launches that may run at the same time must not share cells. Eager launches of one stream run one after the
+    other, so a stream has cells of its own; a captured launch keeps fresh cells for itself, since its graph may be
+    replayed on any stream but never overlaps with itself. The pool is made outside captures and holds cells for
+    thousands of captured launches; when it is used up (or was never made) there are no cells, and the caller takes a
+    way that needs none.
+    """
+
+    POOL = 1 << 20
+    PER_STREAM = 1 << 12
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pools: dict[torch.device, torch.Tensor] = {}
+        self._used: dict[torch.device, int] = {}
+        self._of_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def take(self, device: torch.device, count: int) -> torch.Tensor | None:
+        """`count` cells for one launch on the current stream of `device`, or None."""
+        if device.type == "cpu":
+            return torch.zeros(count, dtype=torch.int32)
+        capturing = is_capturing()
+        stream = torch.cuda.current_stream(device).cuda_stream
+        with self._lock:
+            if not capturing:
+                if count > self.PER_STREAM:
+                    return None
+                cells = self._of_stream.get((device, stream))
+                if cells is None:
+                    cells = self._slice(device, self.PER_STREAM, may_allocate=True)
+                    if cells is not None:
+                        self._of_stream[(device, stream)] = cells
+                return cells
+            return self._slice(device, count, may_allocate=False)
+
+    def _slice(self, device: torch.device, count: int, *, may_allocate: bool) -> torch.Tensor | None:
+        pool = self._pools.get(device)
+        if pool is None:
+            if not may_allocate:
+                return None
+            pool = torch.zeros(self.POOL, dtype=torch.int32, device=device)
+            torch.cuda.current_stream(device).synchronize()  # other streams will use the zeros
+            self._pools[device] = pool
+        first = self._used.get(device, 0)
+        if first + count > self.POOL:
+            return None
+        self._used[device] = first + -(-count // 32) * 32
+        return pool[first : first + count]
+
+
+_counters = _Counters()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """Operands of one launch: input [M, K] with unit last stride, outputs [M, N_i]."""
+
+    input: torch.Tensor
+    weights: Sequence[torch.Tensor]
+    biases: Sequence[torch.Tensor | None]
+    outputs: Sequence[torch.Tensor]
+    activation: str
+
+    @property
+    def rows(self) -> int:
+        return self.input.shape[0]
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return tuple(weight.shape[0] for weight in self.weights)
+
+    @property
+    def arch(self) -> int:
+        """The interpreter runs what Hopper would."""
+        return capability_of(self.input.device).arch if self.input.is_cuda else 90
+
+
+def _run_config(problem: _Problem, config: LinearConfig) -> None:
+    operands = (problem.input, problem.weights, problem.biases, problem.outputs, problem.activation)
+    pdl = use_pdl(problem.input)
+    if config.persistent:
+        sm_count = capability_of(problem.input.device).sm_count or 4
+        launch_persistent(config, *operands, sm_count=sm_count, use_pdl=pdl)
+        return
+    counters = None
+    if config.split_k > 1:
+        counters = _counters.take(problem.input.device, config.tiles(problem.rows, problem.columns))
+        if counters is None:
+            config = dataclasses.replace(config, split_k=1)
+    launch_tiles(config, *operands, allow_tf32=_tf32_allowed(), counters=counters, use_pdl=pdl)
+
+
+def _run_cublas(problem: _Problem) -> None:
+    for weight, bias, output in zip(problem.weights, problem.biases, problem.outputs, strict=True):
+        if bias is None:
+            torch.mm(problem.input, weight.t(), out=output)
+        else:
+            torch.addmm(bias, problem.input, weight.t(), out=output)
+        if problem.activation != "none":
+            launch_activation(output, problem.activation, use_pdl=use_pdl(output))
+
+
+def _run_cublaslt(problem: _Problem) -> None:
+    (bias,), (weight,), (output,) = problem.biases, problem.weights, problem.outputs
+    assert bias is not None
+    use_gelu = problem.activation == "gelu_tanh"
+    torch._addmm_activation(bias, problem.input, weight.t(), use_gelu=use_gelu, out=output)
+
+
+def _tf32_allowed() -> bool:
+    # Both of PyTorch's switches show in this property; reading the older one can raise.
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def _offered_configs(problem: _Problem) -> tuple[LinearConfig, ...]:
+    input, inner = problem.input, problem.input.shape[1]
+    if input.is_cuda and inner % 2 == 1 and input.element_size() == 2 and problem.arch >= 90:
+        return ()  # Triton compilers up to 3.7 get an odd K wrong on Hopper
+    if len(problem.weights) > MAX_MERGED or len({weight.stride(1) for weight in problem.weights}) > 1:
+        return ()
+    transposed = problem.weights[0].stride(1) != 1
+    if transposed and problem.rows > 64:
+        return ()  # tiles of a [K, N] weight are read with strides; with few rows that hardly matters
+    tma = not transposed and fits_descriptors(input, problem.weights)
+    return configs(problem.arch, problem.rows, input.dtype, tma=tma)
+
+
+def implementations(problem: _Problem) -> dict[str, Implementation]:
+    """Every way to run this problem, by name: "cublas", perhaps "cublaslt", and the Triton configurations."""
+    ways: dict[str, Implementation] = {"cublas": lambda: _run_cublas(problem)}
+    single_with_bias = len(problem.weights) == 1 and problem.biases[0] is not None
+    if single_with_bias and problem.activation in ("relu", "gelu_tanh") and problem.input.is_cuda:
+        ways["cublaslt"] = lambda: _run_cublaslt(problem)
+    for config in _offered_configs(problem):
+        ways[config.name] = lambda config=config: _run_config(problem, config)  # type: ignore[misc]
+    return ways
+
+
+def default_implementation(problem: _Problem) -> str:
+    """The implementation expected to be fastest, without measuring."""
+    offered = _offered_configs(problem)
+    if not offered:
+        return "cublas"
+    sm_count = capability_of(problem.input.device).sm_count or 132
+    rows, columns, inner = problem.rows, problem.columns, problem.input.shape[1]
+    if rows > 256 and problem.activation == "none" and len(columns) == 1 and problem.input.is_cuda:
+        # Nothing to fuse. Ours win only where cuBLAS's tiles fit the chip badly, which is for measurements to find.
+        return "cublas"
+    return min(offered, key=lambda config: _expected_cost(config, rows, columns, inner, sm_count)).name
+
+
+def _expected_cost(config: LinearConfig, rows: int, columns: Sequence[int], inner: int, sm_count: int) -> float:
+    """Relative time: the work of the busiest SM, with what each tile or each step costs beside its products."""
+    tiles = config.tiles(rows, columns) * config.split_k
+    per_sm = -(-tiles // sm_count)
+    tile_n = config.block_n + config.tail_n
+    if config.persistent:
+        # Columns of K that a tile's prologue and epilogue cost: hidden in part when two programs share an SM.
+        overhead = 320 if config.programs_per_sm == 1 else 160
+        # Large tiles reuse each operand more often.
+        efficiency = {64 * 64: 0.5, 64 * 128: 0.75, 128 * 128: 0.9, 128 * 192: 0.95}.get(config.block_m * tile_n, 1.0)
+        return per_sm * config.block_m * tile_n * (inner + overhead) / efficiency
+    # Few rows: bytes through the busiest SM, plus a latency for the launch and for handing partial sums over.
+    bytes_per_tile = (config.block_m + tile_n) * inner / config.split_k
+    handover = 0 if config.split_k == 1 else 40_000
+    return per_sm * (bytes_per_tile + 16_000) + handover
+
+
+def _row_class(rows: int) -> int:
+    """Problems whose rows round up to the same power of two share a choice; one row and 2 to 16 are classes too."""
+    return 1 if rows == 1 else max(16, 1 << (rows - 1).bit_length())
+
+
+def _launch(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    outputs: Sequence[torch.Tensor],
+    activation: str,
+) -> None:
+    inner = input.shape[-1]
+    rows = input.reshape(-1, inner)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    problem = _Problem(rows, weights, biases, [output.view(-1, output.shape[-1]) for output in outputs], activation)
+    with on_device_of(input):
+        default = default_implementation(problem)
+        name = default
+        if input.is_cuda:
+            key = problem_key(problem)
+            name = choose("linear", key, lambda: _candidates(problem), default=default, cold=problem.rows <= 256)
+        implementations(problem)[name]()
+
+
+def problem_key(problem: _Problem) -> tuple[Any, ...]:
+    """What choices are keyed on: row class, columns, K, bits of the dtype, activation, biases, the operands' layout.
+
+    fp16 and bf16 run equally fast and share choices.
+    """
+    layout = "tn" if problem.weights[0].stride(1) == 1 else "tt"
+    if problem.arch >= 90 and problem.input.element_size() == 2 and problem.rows > 64:
+        layout += "" if fits_descriptors(problem.input, problem.weights) else "-unaligned"
+    if problem.input.dtype == torch.float32 and _tf32_allowed():
+        layout += "-tf32"
+    has_bias = any(bias is not None for bias in problem.biases)
+    bits = 8 * problem.input.element_size()
+    return (
+        _row_class(problem.rows), problem.columns, problem.input.shape[1], bits, problem.activation, has_bias, layout
+    )  # fmt: skip
+
+
+def _candidates(problem: _Problem) -> list[Candidate]:
+    """Candidates on outputs of their own: measuring must not write to the caller's."""
+    scratch = dataclasses.replace(problem, outputs=[torch.empty_like(output) for output in problem.outputs])
+    return [Candidate(name, run) for name, run in implementations(scratch).items()]
+
+
+def _kernels_take(input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> bool:
+    operands = [input, *weights, *(bias for bias in biases if bias is not None)]
+    # Empty operands and mixed dtypes: plain PyTorch knows the answer, or the error to raise.
+    return all(
+        operand.numel() > 0 and operand.dtype == input.dtype and kernel_runs_on(operand, "linear")
+        for operand in operands
+    ) and all(bias is None or bias.stride(0) == 1 for bias in biases)
+
+
+# Implementations, for the CPU and CUDA alike.
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    if not _kernels_take(input, [weight], [bias]):
+        return reference_linear(input, weight, bias, activation)
+    output = _allocate(input, weight)
+    _launch(input, [weight], [bias], [output], activation)
+    return output
+
+
+def _merged_linear(
+    input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    if not _kernels_take(input, weights, biases):
+        return reference_merged_linear(input, weights, biases)
+    outputs = [_allocate(input, weight) for weight in weights]
+    _launch(input, weights, biases, outputs, "none")
+    return outputs
+
+
+# Gradients, in plain PyTorch. The value before the activation is computed again rather than kept.
+
+
+def _activation_backward(grad: torch.Tensor, values: torch.Tensor, activation: str) -> torch.Tensor:
+    """Gradient by `values` of activation(values)."""
+    if activation == "none":
+        return grad
+    if activation == "gelu":
+        return torch.ops.aten.gelu_backward(grad, values)
+    if activation == "gelu_tanh":
+        return torch.ops.aten.gelu_backward(grad, values, approximate="tanh")
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(grad, values, 0)
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(grad, values)
+    if activation == "tanh":
+        return torch.ops.aten.tanh_backward(grad, torch.tanh(values))
+    gate = torch.sigmoid(1.702 * values)
+    return grad * (gate + 1.702 * values * gate * (1 - gate))
+
+
+def _linear_backward_one(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    input_wanted: bool,
+    weight_wanted: bool,
+    bias_wanted: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    rows = grad.reshape(-1, grad.shape[-1])
+    grad_input = grad @ weight if input_wanted else None
+    grad_weight = rows.t() @ input.reshape(-1, input.shape[-1]) if weight_wanted else None
+    grad_bias = rows.sum(0) if bias_wanted else None
+    return grad_input, grad_weight, grad_bias
+
+
+def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    input, weight, bias, ctx.activation = inputs
+    ctx.save_for_backward(input, weight, bias)
+
+
+def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    input, weight, bias = ctx.saved_tensors
+    if ctx.activation != "none":
+        grad = _activation_backward(grad, F.linear(input, weight, bias), ctx.activation)
+    input_wanted, weight_wanted, bias_wanted, _ = ctx.needs_input_grad
+    return *_linear_backward_one(grad, input, weight, input_wanted, weight_wanted, bias_wanted), None
+
+
+def _merged_linear_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    input, weights, biases = inputs
+    ctx.biased = [bias is not None for bias in biases]
+    ctx.save_for_backward(input, *weights)
+
+
+def _merged_linear_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    input, *weights = ctx.saved_tensors
+    input_wanted, weights_wanted, biases_wanted = ctx.needs_input_grad
+    grad_input, grad_weights, grad_biases = None, [], []
+    for index, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+        by_input, by_weight, by_bias = _linear_backward_one(
+            grad, input, weight, input_wanted, weights_wanted[index], ctx.biased[index] and biases_wanted[index]
+        )
+        if by_input is not None:
+            grad_input = by_input if grad_input is None else grad_input + by_input
+        grad_weights.append(by_weight)
+        grad_biases.append(by_bias)
+    return grad_input, grad_weights, grad_biases
+
+
+# Autocast: everything to its dtype, as torch's linear. The activation then runs in that dtype too.
+
+
+def _linear_autocast(
+    dtype: torch.dtype,
+    device_type: str,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    return torch.ops.kernl.linear(cast(input, dtype), cast(weight, dtype), cast(bias, dtype), activation)
+
+
+def _merged_linear_autocast(
+    dtype: torch.dtype,
+    device_type: str,
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    return torch.ops.kernl.merged_linear(
+        cast(input, dtype), [cast(weight, dtype) for weight in weights], [cast(bias, dtype) for bias in biases]
+    )
+
+
+define_op(
+    "linear(Tensor input, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    cpu=_linear,
+    fake=lambda input, weight, bias, activation: _allocate(input, weight),
+    autograd=(_linear_context, _linear_backward),
+    autocast=_linear_autocast,
+)
+define_op(
+    "merged_linear(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
+    cpu=_merged_linear,
+    fake=lambda input, weights, biases: [_allocate(input, weight) for weight in weights],
+    autograd=(_merged_linear_context, _merged_linear_backward),
+    autocast=_merged_linear_autocast,
+)

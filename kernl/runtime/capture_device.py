@@ -1,0 +1,304 @@
+"""Where CUDA graphs are captured: one memory pool, one stream and one lock per GPU.
+
+All graphs of a device share one memory pool. That makes fifty shapes cost little more memory than the largest of them:
+a graph's intermediate values and outputs lie where any other graph may put its own. Three rules keep this right.
+
+- Graphs of a pool never overlap. `lock` is held from the copy of the inputs to the copy of the outputs, and
+  `enter_stream` makes a stream wait for the one that used the pool before it.
+- Nothing in the pool outlives a replay: outputs are copied out, and what a graph wrote is then up for reuse (`borrow`).
+- What must outlive a replay (an op's counters, a cached cast of a weight) is allocated by the plain first run, which
+  never allocates from the pool: it has memory of its own, given back afterwards (`run_plainly`), so that what it used
+  does not stay reserved beside the pool.
+
+A pool fragments when shapes come smallest first: the memory of a small graph cannot hold the larger tensors of the next
+one. So when a capture makes the pool larger than 1.2 times what its largest graph needs alone, all graphs are dropped
+and a new pool begins with the one just captured (`PoolBudget`); the others come back, into that pool, at their next
+call. Shapes warmed up largest first never cause this.
+
+Capturing executes nothing on the GPU. It happens on a side stream, in thread-local mode (other threads may go on
+launching), one capture at a time in the process, with the garbage collector paused (it could destroy another graph,
+which is illegal while capturing) and without autocast's cache (a graph must cast its weights itself, from their
+addresses).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Evictable(Protocol):
+    """Something that holds graphs of a device and can drop them all."""
+
+    def evict(self, device: CaptureDevice) -> None: ...
+
+    def graph_count(self, device: CaptureDevice) -> int: ...
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+class CaptureDevice(Protocol):
+    """What the runner asks of a device. Tests without a GPU bring their own."""
+
+    device_type: str
+    lock: threading.RLock  # type: ignore[valid-type]
+    runners: weakref.WeakSet[Any]
+
+    def is_capturing(self) -> bool:
+        """The calling thread's stream is already being captured."""
+
+    def enter_stream(self) -> None:
+        """Order what the caller's stream does next after the last use of the pool."""
+
+    def run_plainly(self, function: Callable[..., Any], inputs: Sequence[Any], hand_out: Callable[[Any], Any]) -> Any:
+        """`hand_out(function(*inputs))`. The memory the function used, its outputs' too, is given back afterwards."""
+
+    def capture(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, Any]:
+        """The graph of one call and the outputs it will write. Executes nothing."""
+
+    def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Flat memory that graphs read."""
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory as a tensor that does not keep it alive."""
+
+    def settle(self) -> None:
+        """Called before memory that graphs read is freed: whoever gets it next waits for the last replay."""
+
+    def make_room(self) -> None:
+        """Out of memory: drop every graph of the device and give all unused memory back."""
+
+    def release_if_idle(self) -> None:
+        """Give the pool's memory back when no graph is left."""
+
+    def pool_bytes(self) -> int:
+        """Bytes reserved for the graphs of this device, those of other runners included."""
+
+    def reserved_bytes(self) -> int:
+        """Bytes PyTorch has reserved on the device."""
+
+
+class PoolBudget:
+    """Decides when a fragmented pool is worth starting again.
+
+    The bound is a share of what the largest graph needs alone, which is known once it has been captured into an empty
+    pool. That need never decreases, so while shapes grow a pool is started again a logarithmic number of times only.
+    """
+
+    share = 1.2
+    floor = 64 << 20  # below this the allocator's own granularity (20 MB pieces, a 32 MB cuBLAS workspace) dominates
+
+    def __init__(self) -> None:
+        self.need = 0
+
+    def exceeded(self, pool_bytes: int) -> bool:
+        return pool_bytes > max(self.share * self.need, self.floor)
+
+    def captured_alone(self, pool_bytes: int) -> None:
+        self.need = max(self.need, pool_bytes)
+
+
+_capture_lock = threading.RLock()
+_devices: dict[int, CudaCaptureDevice] = {}
+_devices_lock = threading.Lock()
+
+
+def cuda_capture_device(device: torch.device) -> CudaCaptureDevice:
+    """The capture device of a GPU, one per GPU and process."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with _devices_lock:
+        if index not in _devices:
+            _devices[index] = CudaCaptureDevice(index)
+        return _devices[index]
+
+
+class CudaCaptureDevice:
+    """The real one."""
+
+    device_type = "cuda"
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.lock = threading.RLock()
+        self.runners: weakref.WeakSet[Evictable] = weakref.WeakSet()
+        self._side_stream: torch.cuda.Stream | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+        self._last_raw_stream: int | None = None
+        self._pools: list[Any] = []
+        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._budget = PoolBudget()
+        # Graphs whose capture could not be ended: the allocators may still point at them, so they are never destroyed.
+        self._wrecks: list[torch.cuda.CUDAGraph] = []
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def enter_stream(self) -> None:
+        raw = torch._C._cuda_getCurrentRawStream(self.index)
+        if raw != self._last_raw_stream:
+            stream = torch.cuda.current_stream(self.index)
+            if self._last_stream is not None:
+                stream.wait_stream(self._last_stream)
+            self._last_stream, self._last_raw_stream = stream, raw
+
+    def run_plainly(self, function: Callable[..., Any], inputs: Sequence[Any], hand_out: Callable[[Any], Any]) -> Any:
+        if torch.cuda.get_allocator_backend() != "native":
+            return hand_out(function(*inputs))
+        with torch.cuda.device(self.index):
+            # Destroyed on return, after the outputs: only unused memory can be given back.
+            pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool, device=self.index):
+            outputs = function(*inputs)
+            # cuBLAS keeps a workspace per stream; the next call without a graph makes one again.
+            torch._C._cuda_clearCublasWorkspaces()
+        results = hand_out(outputs)
+        del outputs
+        return results
+
+    def capture(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, Any]:
+        with _capture_lock, _garbage_collector_paused(), _autocast_cache_off(), torch.cuda.device(self.index):
+            alone = not self._holds_graphs()
+            if alone and self._anchor is not None:
+                self.release_if_idle()  # what graphs that are gone have left is no measure of what this one needs
+            reserved = self.reserved_bytes()
+            graph, outputs = self._capture(function, arguments)
+            if not alone and self.reserved_bytes() > reserved and self._budget.exceeded(self.pool_bytes()):
+                del graph, outputs
+                self.make_room()
+                alone = True
+                graph, outputs = self._capture(function, arguments)
+            if alone:
+                self._budget.captured_alone(self.pool_bytes())
+            return graph, outputs
+
+    def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        # On the side stream, whose freed memory only waits for work that is ordered by `enter_stream`.
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            tensor = torch.empty(elements, dtype=dtype, device=device)
+        torch.cuda.current_stream(self.index).wait_stream(stream)
+        return tensor
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes() or tensor.device.type != "cuda":
+            return tensor
+        memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def settle(self) -> None:
+        self._stream()
+
+    def make_room(self) -> None:
+        with self.lock:
+            for runner in list(self.runners):
+                runner.evict(self)
+            self.release_if_idle()
+
+    def release_if_idle(self) -> None:
+        with self.lock:
+            torch.cuda.synchronize(self.index)
+            if not self._holds_graphs():
+                self._anchor = None
+                self._pools.clear()
+            torch.cuda.empty_cache()
+
+    def pool_bytes(self) -> int:
+        pools = {tuple(pool) for pool in self._pools}
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == self.index and tuple(segment.get("segment_pool_id", ())) in pools
+        )
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.index)
+
+    def _holds_graphs(self) -> bool:
+        return any(runner.graph_count(self) for runner in list(self.runners))
+
+    def _capture(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        if self._anchor is None:
+            self._new_pool()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream()):
+            graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
+            try:
+                outputs = function(*arguments)
+                # The graph goes on using the workspace; other graphs of the pool may use its memory in their turn.
+                torch._C._cuda_clearCublasWorkspaces()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._end(graph)
+                raise
+            self._end(graph)
+        return graph, outputs
+
+    def _stream(self) -> torch.cuda.Stream:
+        """The side stream, ordered after the last use of the pool."""
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(self.index)
+        if self._last_stream is not None:
+            self._side_stream.wait_stream(self._last_stream)
+        return self._side_stream
+
+    def _new_pool(self) -> None:
+        """Start a pool, with a graph that keeps it in being while no other does.
+
+        Capturing that graph also ends the state in which a failed capture leaves the random number generator.
+        """
+        with torch.inference_mode(False):
+            scalar = torch.zeros(1, device=torch.device("cuda", self.index))
+        pool = torch.cuda.graph_pool_handle()
+        anchor = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream()):
+            anchor.capture_begin(pool=pool, capture_error_mode="thread_local")
+            scalar.zero_()
+            anchor.capture_end()
+        self._pools.append(pool)
+        self._anchor = anchor
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End the capture of a graph; if what ran has invalidated it, leave the device as if it had never begun."""
+        try:
+            graph.capture_end()
+        except BaseException:
+            self._wrecks.append(graph)
+            pool = self._pools[-1]
+            # PyTorch stops before telling its allocator that the capture is over; older graphs keep the pool.
+            with contextlib.suppress(Exception):
+                torch._C._cuda_endAllocateToPool(self.index, pool)
+                torch._C._cuda_releasePool(self.index, pool)
+            with contextlib.suppress(Exception):
+                self._new_pool()
+            raise
+
+
+@contextlib.contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _autocast_cache_off() -> Iterator[None]:
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)

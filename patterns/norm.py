@@ -1,0 +1,145 @@
+"""Layer normalisation, alone and with the residual addition in front of it.
+
+    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias             over the last dimension
+    y = layer_norm(input + residual)                                   the sum may be used again
+
+Post-norm models (BERT, RoBERTa, ELECTRA, DistilBERT, ALBERT) normalise every residual sum; pre-norm models (ViT, CLIP,
+GPT-2) also pass the sum on to the next residual: then both are results of one op.
+
+The first norm of a model is one of a sum too: word + type + position embeddings. That is no residual: an operand is a
+table, the same for every row of the batch, and its addition is fused with the lookups when the rest of the graph is
+lowered. So a sum counts as residual unless both operands are embedding lookups, or one depends on no input of the model
+at all. (The rule looks at where values come from, not at shapes: with one row in the batch, those of a table and of an
+activation agree.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from kernl.graph import (
+    Emitted,
+    Match,
+    anything,
+    call_of,
+    emit,
+    op,
+    register_pattern,
+    require,
+    scalar,
+    value_of,
+    var,
+)
+from kernl.patterns.common import kernl_op, require_kernel_tensors
+
+
+def _layer_norm_of(operand: Any) -> Any:
+    return op(
+        "layer_norm",
+        operand,
+        normalized_shape=anything("normalized_shape"),
+        weight=var("weight", or_none=True),
+        bias=var("bias", or_none=True),
+        eps=scalar("eps"),
+    )
+
+
+def _require_last_dim(normalized_shape: Any) -> None:
+    rank = len(normalized_shape) if isinstance(normalized_shape, (tuple, list, torch.Size)) else 1
+    require(rank == 1, f"normalised over {rank} dimensions (accepted: the last one)")
+
+
+@register_pattern(
+    "add_layer_norm",
+    _layer_norm_of(op("add", input=var("input"), other=var("residual"), alpha=anything("alpha")).named("sum")),
+    priority=40,
+)
+def add_layer_norm(
+    match: Match,
+    input: Node,
+    residual: Node,
+    alpha: Any,
+    sum: Node,
+    normalized_shape: Any,
+    weight: Node | None,
+    bias: Node | None,
+    eps: float,
+) -> dict[Node, Emitted]:
+    _require_last_dim(normalized_shape)
+    require(alpha == 1, f"the addition scales its second operand (alpha = {alpha})")
+    require(
+        not (_is_lookup(input) and _is_lookup(residual)),
+        "the sum is of embedding lookups, not of a residual: left to lowering",
+    )
+    for operand in (input, residual):
+        require(not _is_table(operand), "an operand of the sum is a table (it depends on no input): left to lowering")
+    require_kernel_tensors(input, residual, weight, bias, autocast=match.autocast)
+    if not match.users_outside(sum):
+        return {match.root: emit(kernl_op("layer_norm_of_sum"), input, residual, weight, bias, float(eps))}
+    both = emit(kernl_op("add_layer_norm"), input, residual, weight, bias, float(eps))
+    return {match.root: both[0], sum: both[1]}
+
+
+@register_pattern("layer_norm", _layer_norm_of(var("input")), priority=30)
+def layer_norm(
+    match: Match, input: Node, normalized_shape: Any, weight: Node | None, bias: Node | None, eps: float
+) -> Emitted:
+    _require_last_dim(normalized_shape)
+    require_kernel_tensors(input, weight, bias, autocast=match.autocast)
+    return emit(kernl_op("layer_norm"), input, weight, bias, float(eps))
+
+
+def _is_lookup(node: Any) -> bool:
+    """An embedding lookup, or a sum, scaling or cast of lookups and tables."""
+    call = call_of(node)
+    if call is None:
+        return False
+    if call.op == "embedding":
+        return True
+    if call.op == "add":
+        operands = (call["input"], call["other"])
+        return all(_is_lookup(each) or _is_table(each) for each in operands) and any(map(_is_lookup, operands))
+    if call.op in ("mul", "div"):
+        return any(_is_lookup(each) for each in (call["input"], call["other"])) and not all(
+            isinstance(value_of(each), torch.Tensor) for each in (call["input"], call["other"])
+        )
+    return call.op in ("to", "contiguous", "view", "reshape", "unsqueeze", "expand") and _is_lookup(call["input"])
+
+
+_DEEPEST_TABLE = 64  # nodes: tables lie a few views and lookups away from a parameter, activations behind whole layers
+
+
+def _is_table(node: Any) -> bool:
+    """A value that depends on parameters, buffers, constants and sizes only."""
+    if not isinstance(node, Node):
+        return False
+    seen: set[Node] = set()
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if len(seen) > _DEEPEST_TABLE:
+            return False
+        if (
+            current.op == "placeholder"
+            and isinstance(value_of(current), torch.Tensor)
+            and not _belongs_to_model(current)
+        ):
+            return False
+        pending.extend(current.all_input_nodes)
+    return True
+
+
+def _belongs_to_model(placeholder: Node) -> bool:
+    """Whether an input of the graph is a parameter or buffer, which Dynamo notes in its source."""
+    if isinstance(value_of(placeholder), torch.nn.Parameter):
+        return True
+    source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    name = name() if callable(name) else name
+    return "._parameters[" in name or "._buffers[" in name

@@ -1,0 +1,133 @@
+"""Options, fixtures and environment shared by all tests.
+
+Without a GPU the kernels run in Triton's interpreter, which has to be chosen before Triton is imported. Only tests that
+ask for the `kernels` fixture run kernels; all others see the plain CPU path.
+
+    pytest tests/ops --op attention --dtype fp16,bf16 --shape 2x3x40
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+_DTYPE_NAMES = {
+    torch.float16: ("fp16", "float16", "half"),
+    torch.bfloat16: ("bf16", "bfloat16"),
+    torch.float32: ("fp32", "float32", "float"),
+    torch.float64: ("fp64", "float64", "double"),
+}
+_FILTERS = {
+    "op": "run only tests of these ops: the test's `op` parameter, or else its file test_<op>.py",
+    "family": "run only tests of these model families: the test's `family` parameter (bert, vit, ...)",
+    "dtype": "run only tests of these types: the test's `dtype` parameter (fp16, bf16, fp32, fp64)",
+    "shape": "run only tests of these shapes: the test's `shape` parameter, written 2x7x768",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kernl", "kernl: pick tests by what they compute")
+    for name, text in _FILTERS.items():
+        group.addoption(
+            f"--{name}", action="append", default=[], metavar=name.upper(), help=f"{text}; commas or repeats add up"
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def _spellings(value: object) -> set[str]:
+    """How a parameter's value may be written on the command line."""
+    if isinstance(value, torch.dtype):
+        return set(_DTYPE_NAMES.get(value, ())) | {str(value).removeprefix("torch.")}
+    if isinstance(value, (tuple, list, torch.Size)):
+        return {"x".join(map(str, value))}
+    return {str(value).lower()}
+
+
+def _matches(item: pytest.Item, name: str, wanted: set[str]) -> bool:
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None:
+        if name in callspec.params and _spellings(callspec.params[name]) & wanted:
+            return True
+        # Ids cover cases that arrive as one object: test_forward[attention-fp16-2x3x40].
+        if wanted & set(re.split(r"[-\s]", callspec.id.lower())):
+            return True
+        if name in callspec.params:
+            return False
+    return name == "op" and item.path.stem.removeprefix("test_") in wanted
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_folder = Path(__file__).parent / "gpu"
+    for item in items:
+        if gpu_folder in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not HAS_CUDA:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    kept, dropped = list(items), []
+    for name in _FILTERS:
+        wanted = {part.strip().lower() for value in config.getoption(f"--{name}") for part in value.split(",")}
+        if wanted:
+            dropped += [item for item in kept if not _matches(item, name, wanted)]
+            kept = [item for item in kept if _matches(item, name, wanted)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """Where a test's kernels run, and how often they were launched since the test began."""
+
+    device: torch.device
+
+    def launched(self, name: str) -> int:
+        from kernl.kernels.common import launches
+
+        return launches[name]
+
+
+@pytest.fixture
+def kernels() -> Iterator[KernelRun]:
+    """Run the Triton kernels: on the GPU, or on CPU tensors in the interpreter. Outputs are allocated full of NaN."""
+    from kernl.kernels.common import launches
+    from kernl.testing import interpreted_kernels, poisoned
+
+    launches.clear()
+    with poisoned():
+        if HAS_CUDA:
+            yield KernelRun(torch.device("cuda", torch.cuda.current_device()))
+        else:
+            with interpreted_kernels():
+                yield KernelRun(torch.device("cpu"))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> torch.Generator:
+    """A CPU generator with a new seed every run. A failure prints the seed; KERNL_TEST_SEED=<seed> repeats it."""
+    given = os.environ.get("KERNL_TEST_SEED")
+    seed = int(given) if given else int.from_bytes(os.urandom(4), "little")
+    request.node.user_properties.append(("seed", seed))
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    seed = dict(item.user_properties).get("seed")
+    if report.failed and seed is not None:
+        report.sections.append(("random inputs", f"repeat with KERNL_TEST_SEED={seed}"))
