@@ -241,8 +241,10 @@ def peers_to_run(
     names: list[str], shapes: list[tuple[int, ...]], quick: bool
 ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     for name in names:
-        few = [shape for shape in shapes if shape in QUICK_SHAPES] or shapes[:1]
-        yield name, few if quick and name in SLOW_TO_COMPILE else shapes
+        if quick and name in SLOW_TO_COMPILE:
+            yield name, [shape for shape in shapes if shape in QUICK_SHAPES] or shapes[:1]
+        else:
+            yield name, shapes
 
 
 def run(arguments: argparse.Namespace) -> int:

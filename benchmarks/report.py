@@ -30,7 +30,7 @@ Run = dict[str, Any]
 
 def load_runs(folder: Path) -> list[Run]:
     """All runs on a GPU below a folder, oldest first."""
-    runs = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.json"))]
     return sorted((run for run in runs if run["environment"]["gpu"]), key=lambda run: run["environment"]["date"])
 
 
@@ -143,12 +143,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     runs = load_runs(arguments.results / "bert")
-    old = arguments.readme.read_text()
+    old = arguments.readme.read_text(encoding="utf-8")
     new = with_section(old, section(runs))
     if arguments.check:
         print("README.md is up to date" if new == old else "README.md is out of date: run make report")
         return int(new != old)
-    arguments.readme.write_text(new)
+    arguments.readme.write_text(new, encoding="utf-8")
     for model, run in newest_by_model(runs).items():
         path = arguments.results / f"bert_{model}.png"
         plot(run, model, path)

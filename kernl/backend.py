@@ -103,7 +103,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
 class Inputs:
     """What the pipeline needs to know about a graph's inputs.
 
-    fixed: positions of parameters and buffers, whose addresses stay. mutated: positions the graph writes to.
+    fixed: positions of parameters and buffers, whose addresses stay; kinds: their dtypes, shapes and devices. mutated: positions the graph writes to.
     needs_grad: whether autograd will record the graph. devices: where the tensors are.
     """
 
@@ -118,6 +118,7 @@ class Inputs:
             for position, (value, source) in enumerate(zip(example_inputs, sources))
             if isinstance(value, torch.nn.Parameter) or _is_module_tensor(value, source)
         )
+        self.kinds = {position: kind_of(example_inputs[position]) for position in self.fixed}
         self.mutated: frozenset[int] = frozenset()
         self.needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         self.devices = sorted({str(tensor.device) for tensor in tensors})
@@ -264,6 +265,7 @@ def capture_when_possible(function: Runnable, inputs: Inputs, options: Options, 
                 "inference call it under torch.inference_mode() or torch.no_grad()",
             )
         return function
+    function = for_these_weights(function, inputs)
     make_runner = InsistentRunner if options.cuda_graph == "always" else CudaGraphRunner
     runner = make_runner(
         function,
@@ -274,6 +276,26 @@ def capture_when_possible(function: Runnable, inputs: Inputs, options: Options, 
     )
     entry.cuda_graphs = lambda: {"captured": runner.graph_count(), "skipped": dict(runner.skips)}
     return runner
+
+
+class WeightsChanged(RuntimeError):
+    """A weight has another dtype, shape or device than the graph was compiled for."""
+
+
+def for_these_weights(function: Runnable, inputs: Inputs) -> Runnable:
+    """Refuse weights of another kind. Runs once per capture, not in replays: a weight that moves is captured anew."""
+
+    def run(*values: Any) -> Any:
+        for position, kind in inputs.kinds.items():
+            if kind_of(values[position]) != kind:
+                raise WeightsChanged(f"input {position} was {kind} and is {kind_of(values[position])}")
+        return function(*values)
+
+    return run
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 def obstacle_to_capture(inputs: Inputs, options: Options) -> str | None:
@@ -336,6 +358,8 @@ class CompiledGraph:
         before = {} if self._has_run else {i: inputs[i].detach().clone() for i in self.inputs.mutated}
         try:
             outputs = self._function(*inputs)
+        except WeightsChanged:
+            raise
         except Exception as error:
             if self._has_run and self.inputs.mutated:
                 raise

@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -170,17 +171,12 @@ def run_cache(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"folder": str(folder), "entries": [asdict(entry) for entry in entries]}, indent=1))
         return 0
-    print(f"{folder}: {len(entries)} choices, {tuning.cache_size()} bytes")
+    print(f"{folder}: {len(entries)} choice{'s' * (len(entries) != 1)}, {tuning.cache_size()} bytes")
     if entries:
-        rows = [
-            (
-                entry.op,
-                entry.problem,
-                entry.choice,
-                ", ".join(f"{name} {us:.1f}" for name, us in entry.times_us.items()),
-            )
-            for entry in entries
-        ]
+        rows = []
+        for entry in entries:
+            times = sorted(entry.times_us.items(), key=lambda item: item[1])
+            rows.append((entry.op, entry.problem, entry.choice, ", ".join(f"{name} {us:.1f}" for name, us in times)))
         print(tabulate(rows, headers=["op", "problem", "runs", "measured (us)"], disable_numparse=True))
     return 0
 
@@ -260,13 +256,9 @@ def check_packages() -> list[Check]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(character for character in part if character.isdigit())
-        if not part[:1].isdigit():
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    """The leading numbers of a version: "2.13.0+cpu" is (2, 13, 0), "5.18.0rc1" is (5, 18, 0)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -289,31 +289,32 @@ def run(
         f"{len(texts)} sentences of {len({s.work for s in sentences})} works, {len(QUESTIONS)} questions, on {where}.\n"
     )
 
-    reference = None
-    if not quick:
-        exact = load_encoder(folder, device=device, dtype=torch.float64)
-        reference = exact.embed(exact.tokenize(texts)).cpu()
-        del exact
-
-    rows, left_out, passed, report = [], [], True, None
+    rows: list[list[str]] = []
+    left_out: list[str] = []
+    passed, report = True, None
     for dtype in [torch.float32, torch.float16] if device == "cuda" else [torch.float32]:
         encoder = load_encoder(folder, device=device, dtype=dtype)
         plain = measure("plain", encoder, texts, quick=quick)
         if not rows:
             _show_answers(plain, sentences, say)
+        reference = None
+        if not quick:
+            exact = Encoder(encoder.tokenizer, copy.deepcopy(encoder.model).double())
+            reference = exact.embed(exact.tokenize(texts)).cpu()
+            del exact
         variants: list[Variant | str] = [plain]
         if inductor and not quick:
             variants.append(_measure_inductor(encoder, texts, inductor_limit_s))
         optimised = kernl_encoder(encoder)
         variants.append(measure("kernl", optimised, texts, quick=quick))
-        report = optimised.model.kernl.report()
+        report = optimised.model.kernl.report(profile=_one_batch(optimised, texts) if device == "cuda" else None)
         for variant in variants:
             if isinstance(variant, str):
                 left_out.append(variant)
                 continue
             agreement = compare(variant, plain, reference)
-            if variant is not plain:
-                passed &= agreement.passed(dtype)
+            if variant.name == "kernl":
+                passed = passed and agreement.passed(dtype)
             rows.append(_row(variant, plain, agreement))
     say("\nWhat was fused:\n")
     say(str(report))
@@ -325,12 +326,18 @@ def run(
         say(line)
     if device == "cpu":
         say(
-            "\nNo GPU: kernl runs its reference path in plain PyTorch, so the times above show no speed-up, only that the\n"
-            "results are the same. Its kernels run on NVIDIA GPUs (Ampere and newer; on Turing the norms)."
+            "\nNo GPU: kernl runs its reference path in plain PyTorch, so the times above show no speed-up, only that\n"
+            "the results are the same. Its kernels run on NVIDIA GPUs (Ampere and newer; on Turing the norms)."
         )
     verdict = "Optimised and plain results agree." if passed else "FAILED: optimised and plain results differ."
     say(f"\n{verdict}")
     return 0 if passed else 1
+
+
+def _one_batch(encoder: Encoder, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+    """A batch in the middle of the range of lengths."""
+    batches = encoder.tokenize(texts)
+    return batches[len(batches) // 2][1]
 
 
 def _measure_inductor(encoder: Encoder, texts: Sequence[str], limit_s: float) -> Variant | str:

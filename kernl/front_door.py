@@ -41,7 +41,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._device import DeviceContext
 
-from kernl.backend import CannotCapture, CompiledGraph, compile_graph, source_name
+from kernl.backend import CannotCapture, CompiledGraph, WeightsChanged, compile_graph, source_name
 from kernl.model_state import ModelState
 from kernl.options import Options
 from kernl.report import Report, reason_of, warn_once
@@ -85,10 +85,12 @@ def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[A
             _read(value, parts, tensors)
         for value in kwargs.values():
             _read(value, parts, tensors)
-    except (NotUnderstood, RuntimeError):  # RuntimeError: strides of a sparse or nested tensor
+    except (NotUnderstood, RuntimeError):  # RuntimeError: strides of a nested tensor
         return None
     # The same tensor given twice is another kind of call: TorchDynamo makes one input of both.
-    parts.append(len(set(map(id, tensors))))
+    identities = list(map(id, tensors))
+    if len(set(identities)) != len(identities):
+        parts += map(identities.index, identities)
     return tuple(parts), tensors
 
 
@@ -97,7 +99,7 @@ _BY_VALUE = frozenset({type(None), bool, int, str, torch.dtype, torch.device})
 
 def _read(value: Any, parts: list[Any], tensors: list[Tensor]) -> None:
     kind = type(value)
-    if kind is Tensor:
+    if kind is Tensor and value.layout is torch.strided:
         tensors.append(value)
         parts += (
             value.dtype,
@@ -212,7 +214,13 @@ class Plan:
             and _is_inference() is self.inference
             and _count_function_modes() == len(self._modes)
             and (not self._modes or active_function_modes() == self._modes)
+            and not _count_dispatch_modes()
+            and _transforms() is None
         )
+
+    def suits(self, state: ModelState, model: nn.Module) -> bool:
+        """Whether the model is as it was when the plan was learnt. A captured graph looks after addresses itself."""
+        return state.unchanged(model, addresses=self._captured is None) and not (self.grad and state.needs_grad())
 
     def serve(self, tensors: Sequence[Tensor]) -> Any:
         """The result of a call with these tensor arguments."""
@@ -252,8 +260,6 @@ def understand(runs: Sequence[Run], result: Any, tensors: Sequence[Tensor], stat
 
     argument = {id(tensor): index for index, tensor in enumerate(tensors)}
     fixed = {id(tensor) for tensor in state.tensors}
-    if len(argument) != len(tensors):
-        raise NotUnderstood("one tensor is given as several arguments")
     if fixed & argument.keys():
         raise NotUnderstood("a tensor of the model is given as an argument")
 
@@ -390,12 +396,14 @@ class FrontDoor:
             if call is not None:
                 signature, tensors = call
                 book = door.book
-                plans = book.plans.get(signature)
-                if plans is not None and book.state.unchanged(model) and not _count_dispatch_modes() and not _transforms():
-                    for plan in plans:
-                        if plan.fits() and not (plan.grad and book.state.needs_grad()):
-                            calls.direct += 1
-                            return plan.serve(tensors)
+                for plan in book.plans.get(signature, ()):
+                    if plan.fits() and plan.suits(book.state, model):
+                        try:
+                            result = plan.serve(tensors)
+                        except WeightsChanged:
+                            break
+                        calls.direct += 1
+                        return result
             return door.through_guards(model, args, kwargs, call)
 
         return forward

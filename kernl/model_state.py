@@ -11,7 +11,8 @@ as one comparison of two flat sequences that runs in C:
     tensors in attributes  the same objects
 
 Equal addresses stand for equal storage, dtype and shape: all three change only with `tensor.data = ...`, which brings
-another address (`model.half()`, `model.to(device)` and most LoRA merges do exactly this).
+another address (`model.half()`, `model.to(device)` and most LoRA merges do exactly this). They are the one expensive part,
+and may be left out when a CUDA-graph runner is behind the call, which looks at them as well.
 
 Not checked: other plain Python attributes of modules, of the classes, of the world. That is the documented exception,
 see `kernl.Options.guards`.
@@ -19,15 +20,12 @@ see `kernl.Options.guards`.
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-_flatten = itertools.chain.from_iterable
 _is = operator.is_
 _training = operator.itemgetter("training")
 _address = torch.Tensor.data_ptr
@@ -53,12 +51,6 @@ _BLIND_TO_TRAINING = frozenset(
     }
 )
 
-# CUDA builds of PyTorch compare addresses in C++.
-_addresses_equal: Callable[[list[torch.Tensor], list[int], list[int]], bool] | None = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", None
-)
-
-
 class ModelState:
     """A snapshot of a model; `unchanged(model)` compares it with the model as it is now.
 
@@ -76,19 +68,25 @@ class ModelState:
         self._registries: list[dict[str, Any]] = [
             registry for module in modules for registry in (module._parameters, module._buffers) if registry
         ]
-        self._registry_sizes = list(map(len, self._registries))
-        self._registry_views = [registry.values() for registry in self._registries]
-        self._registered_then = list(_flatten(self._registry_views))
+        self._registries_then = [dict(registry) for registry in self._registries]
+        registered = [value for registry in self._registries for value in registry.values() if value is not None]
+        # Comparing dictionaries asks for identity first and then for equality. Two different tensors are never equal in
+        # that sense (their comparison has no single truth value), unless they have one element.
+        self._single = [
+            (registry, name, value)
+            for registry in self._registries
+            for name, value in registry.items()
+            if value is not None and value.numel() == 1
+        ]
 
         self._own_attributes = _tensor_attributes(model)
         self._attributes = [
             (vars(module), name, tensor) for module in below for name, tensor in _tensor_attributes(module).items()
         ]
 
-        self.tensors: list[torch.Tensor] = [tensor for tensor in self._registered_then if tensor is not None]
+        self.tensors: list[torch.Tensor] = registered
         self.tensors += [*self._own_attributes.values(), *(tensor for _, _, tensor in self._attributes)]
         self._addresses = list(map(_address, self.tensors))
-        self._positions = list(range(len(self.tensors)))
         self._floating = [tensor for tensor in self.tensors if tensor.is_floating_point()]
 
         self._training = model.training
@@ -110,15 +108,13 @@ class ModelState:
         self._configs = [vars(config) for config in distinct.values() if hasattr(config, "__dict__")]
         self._configs_then = [dict(config) for config in self._configs]
 
-    def unchanged(self, model: nn.Module) -> bool:
-        """Whether everything listed in the module's text is as it was."""
+    def unchanged(self, model: nn.Module, addresses: bool = True) -> bool:
+        """Whether everything listed in the module's text is as it was; without `addresses`, all the rest."""
         own = vars(model)
         return (
             own["training"] is self._training
             and self._submodules == self._submodules_then
-            and all(map(_is, _flatten(self._registry_views), self._registered_then))
-            and list(map(len, self._registries)) == self._registry_sizes
-            and self._same_addresses()
+            and self._same_tensors()
             and list(map(_training, self._flagged)) == self._training_then
             and not any(self._without_hooks)
             and self._with_hooks == self._hooks_then
@@ -127,16 +123,20 @@ class ModelState:
             and self._same_configs()
             and all(own.get(name) is tensor for name, tensor in self._own_attributes.items())
             and all(state.get(name) is tensor for state, name, tensor in self._attributes)
+            and (not addresses or list(map(_address, self.tensors)) == self._addresses)
         )
 
     def needs_grad(self) -> bool:
         """Whether autograd would record a call (asked only while gradients are enabled)."""
         return any(map(_requires_grad, self._floating))
 
-    def _same_addresses(self) -> bool:
-        if _addresses_equal is not None:
-            return _addresses_equal(self.tensors, self._addresses, self._positions)
-        return list(map(_address, self.tensors)) == self._addresses
+    def _same_tensors(self) -> bool:
+        try:
+            return self._registries == self._registries_then and all(
+                registry[name] is tensor for registry, name, tensor in self._single
+            )
+        except Exception:  # of two different tensors with many elements, compared as one truth value
+            return False
 
     def _same_configs(self) -> bool:
         try:

@@ -44,10 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-
-
 def _spellings(value: object) -> set[str]:
     """How a parameter's value may be written on the command line."""
     if isinstance(value, torch.dtype):

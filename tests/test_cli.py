@@ -82,9 +82,9 @@ def test_doctor_reports_a_cache_that_cannot_be_written(
 def test_doctor_reports_a_wrong_op(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(torch.nn.functional, "gelu", lambda tensor: tensor + 1)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda query, key, value: query + 1)
     assert cli.main(["doctor"]) == 1
-    assert "broken: op linear" in capsys.readouterr().out
+    assert "broken: op attention" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_cache_list_and_clear(
     tuning._store("Test GPU", entry)
     assert cli.main(["cache"]) == 0
     text = capsys.readouterr().out
-    assert "1 choices" in text and "split_k 4.5, cublas 5.0" in text
+    assert "1 choice," in text and "split_k 4.5, cublas 5.0" in text
     assert cli.main(["cache", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["entries"][0]["choice"] == "split_k"
     assert cli.main(["cache", "--clear"]) == 0

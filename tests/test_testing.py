@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kernl.testing import assert_within_budget, error_report
+from tests.conftest import _matches
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -139,3 +143,31 @@ def test_arguments_that_cannot_be_compared_are_refused() -> None:
         assert_within_budget(x.half(), x.double(), x)
     with pytest.raises(ValueError, match="must be float64"):
         assert_within_budget(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "picked"),
+    [
+        ("dtype", "fp16", True),
+        ("dtype", "float16", True),
+        ("dtype", "bf16", False),
+        ("shape", "2x7x768", True),
+        ("shape", "2x7", False),
+        ("op", "attention", True),
+        ("op", "norm", False),
+        ("family", "bert", False),
+    ],
+)
+def test_options_pick_tests_by_their_parameters(name: str, wanted: str, picked: bool) -> None:
+    parameters = {"dtype": torch.float16, "shape": (2, 7, 768)}
+    callspec = SimpleNamespace(params=parameters, id="torch.float16-shape0")
+    item: Any = SimpleNamespace(callspec=callspec, path=Path("tests/ops/test_attention.py"))
+    assert _matches(item, name, {wanted}) == picked
+
+
+def test_options_pick_tests_by_the_parts_of_their_id() -> None:
+    callspec = SimpleNamespace(params={"case": object()}, id="bert-fp16-2x3x40")
+    item: Any = SimpleNamespace(callspec=callspec, path=Path("tests/patterns/test_models.py"))
+    for name, wanted in (("family", "bert"), ("dtype", "fp16"), ("shape", "2x3x40")):
+        assert _matches(item, name, {wanted})
+        assert not _matches(item, name, {"other"})

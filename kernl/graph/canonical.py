@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kernl.graph.memory import Storages, same_metadata, switches_mode, written_by
+from kernl.graph.memory import Storages, remove_dead, same_metadata, switches_mode, written_by
 from kernl.graph.table import Call, Tensor, call_of, value_of
 
 _MAY_RETURN_OPERAND = frozenset(
@@ -77,16 +77,17 @@ def _drop_identities(gm: GraphModule) -> Counter[str]:
     written = {storage for node in nodes for target in written_by(node) for storage in storages.of(target)}
     returned = {node for output in nodes if output.op == "output" for node in output.all_input_nodes}
     handed_out = {storage for node in returned for storage in storages.of(node)}
+    switches = any(map(switches_mode, nodes))
     for node in nodes:
-        call = call_of(node)
+        call = call_of(node) if node.users else None
         if call is None or not isinstance(call.arguments.get("input"), Node):
             continue
         operand: Node = call["input"]
         if call.op in _MAY_RETURN_OPERAND:
-            # `to` and `contiguous` return the very object. A view is another one, which a caller could tell apart.
-            dropped = _returns_operand(node, operand, storages) and (
-                node not in returned or call.op in ("to", "contiguous")
-            )
+            # `to` and `contiguous` return the very object. A view is another one, which a caller can tell apart, and
+            # one made under no_grad passes no gradient on.
+            same_object = call.op in ("to", "contiguous")
+            dropped = (same_object or not (switches or node in returned)) and _returns_operand(node, operand, storages)
         elif call.op == "add":
             # x + 0 has memory of its own: nobody may write it or x, or be handed it.
             memory = storages.of(node) | storages.of(operand)
@@ -96,7 +97,7 @@ def _drop_identities(gm: GraphModule) -> Counter[str]:
             continue
         if dropped:
             node.replace_all_uses_with(operand)
-            gm.graph.erase_node(node)
+            remove_dead(gm.graph, [node])
             done[f"{call.op} that changes nothing"] += 1
     return done
 
@@ -107,7 +108,6 @@ def _returns_operand(node: Node, operand: Node, storages: Storages) -> bool:
         same_metadata(mine, its)
         and storages.of(node) == storages.of(operand)
         and Storages.UNKNOWN not in storages.of(node)
-        and mine.requires_grad == its.requires_grad
         and statically_known_true(mine.storage_offset() == its.storage_offset())
     )
 

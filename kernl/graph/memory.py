@@ -2,7 +2,8 @@
 
 `written_by(node)` gives the values whose memory a call writes; a callable that nobody knows may write every operand.
 `Storages` tells which values share memory, through any chain of views, from the storages of their fake tensors.
-`switches_mode(node)` finds the calls that turn gradients or autocast on and off.
+`switches_mode(node)` finds the calls that turn gradients or autocast on and off. `remove_dead` deletes what no longer
+counts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def written_by(node: Node) -> tuple[Node, ...]:
         return _written_by_schema(node, target._schema)
     if isinstance(target, torch._ops.OpOverloadPacket):
         schemas = [getattr(target, name)._schema for name in target.overloads()]
-        return tuple(written for schema in schemas for written in _written_by_schema(node, schema))
+        return tuple(dict.fromkeys(written for schema in schemas for written in _written_by_schema(node, schema)))
     call = call_of(node)
     if call is not None:
         if call.op.endswith("_"):
@@ -105,6 +106,29 @@ def switches_mode(node: Node) -> bool:
         return True
     computes = node.meta.get("example_value") is not None or call_of(node) is not None or written_by(node)
     return not (computes or "assert" in name or name.startswith("_check"))
+
+
+def remove_dead(graph: Graph, nodes: Iterable[Node]) -> set[Node]:
+    """Remove those of these nodes that have no users, then whatever they alone used; returns what was removed.
+
+    Stays: what writes, what nobody knows, and, beyond `nodes` themselves, what draws random numbers (it must go on
+    drawing) and operators of `torch.ops`.
+    """
+    removed: set[Node] = set()
+    replaced = set(nodes)
+    pending = sorted(replaced, reverse=True)
+    while pending:
+        node = pending.pop(0)
+        call = call_of(node)
+        if node in removed or node.users or call is None or written_by(node):
+            continue
+        if node not in replaced and (call.op in DROPOUTS or "::" in call.op):
+            continue
+        operands = node.all_input_nodes
+        graph.erase_node(node)
+        removed.add(node)
+        pending = sorted({*pending, *operands}, reverse=True)
+    return removed
 
 
 class Storages:

@@ -37,9 +37,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kernl.graph.match import Emitted, Match, Refused
-from kernl.graph.memory import Storages, same_metadata, switches_mode, written_by
+from kernl.graph.memory import Storages, remove_dead, same_metadata, switches_mode, written_by
 from kernl.graph.registry import RegisteredPattern, Registry, default_registry
-from kernl.graph.table import DROPOUTS, call_of, op_name, value_of
+from kernl.graph.table import call_of, op_name, value_of
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class _Rewriter:
         for node in created:
             if (call := call_of(node)) is not None:
                 self.by_op.setdefault(call.op, []).append(node)
-        self._remove_dead(match.nodes)
+        self.erased |= remove_dead(self.graph, match.nodes)
         return Counter(op_name(node) for node in created if node.target is not operator.getitem)
 
     def _check_uses(self, match: Match, replacements: dict[Node, Any], operands: list[Node]) -> None:
@@ -416,25 +416,6 @@ class _Rewriter:
                 return node.target(*args, **kwargs)
         except Exception as error:
             raise Refused(f"the result has other strides, which {op_name(node)} cannot take ({error})") from error
-
-    def _remove_dead(self, nodes: Iterable[Node]) -> None:
-        """Remove these nodes and whatever they alone used, as long as removing it cannot show."""
-        pending = sorted(nodes, reverse=True)
-        replaced = set(pending)
-        while pending:
-            node = pending.pop(0)
-            if node in self.erased or node.users or node.op not in ("call_function", "call_method"):
-                continue
-            call = call_of(node)
-            if call is None or written_by(node):
-                continue
-            # Outside the match: what draws random numbers must go on drawing, and who knows what an operator does.
-            if node not in replaced and (call.op in DROPOUTS or "::" in call.op):
-                continue
-            operands = node.all_input_nodes
-            self.graph.erase_node(node)
-            self.erased.add(node)
-            pending = sorted({*pending, *operands}, reverse=True)
 
 
 def _operands(results: Iterable[Any]) -> list[Node]:

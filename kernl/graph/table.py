@@ -111,6 +111,13 @@ silu(input) = nn.silu | nn.silu_
 mish(input, inplace=False) = F.mish
 relu6(input, inplace=False) = F.relu6
 hardswish(input, inplace=False) = F.hardswish
+hardsigmoid(input, inplace=False) = F.hardsigmoid
+hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False) = F.hardtanh
+leaky_relu(input, negative_slope=0.01, inplace=False) = F.leaky_relu
+elu(input, alpha=1.0, inplace=False) = F.elu
+celu(input, alpha=1.0, inplace=False) = F.celu
+selu(input, inplace=False) = F.selu
+threshold(input, threshold, value, inplace=False) = F.threshold
 tanh(input) = torch.tanh F.tanh .tanh | torch.tanh_ .tanh_
 sigmoid(input) = torch.sigmoid F.sigmoid torch.special.expit .sigmoid | torch.sigmoid_ .sigmoid_
 softplus(input, beta=1.0, threshold=20.0) = F.softplus nn.softplus
@@ -161,6 +168,7 @@ cat(tensors, dim=0) = torch.cat torch.concat torch.concatenate
 stack(tensors, dim=0) = torch.stack
 gather(input, dim, index) = torch.gather .gather
 index_select(input, dim, index) = torch.index_select .index_select
+size(input, dim=None) = .size
 getitem(input, index) = operator.getitem .__getitem__
 
 tensor(data, dtype=None, device=None, requires_grad=False, pin_memory=False) = torch.tensor
@@ -363,7 +371,7 @@ def _to_schema(spelling: _Spelling, bound: dict[str, Any]) -> Call | None:
     """Bring arguments to the operation's schema; unify what depends on dtype or rank."""
     op = spelling.op
     inplace = spelling.inplace or bound.get("inplace") is True
-    arguments = {name: bound.get(name, default) for name, default in SCHEMAS[op]}
+    arguments: dict[str, Any] = {name: bound.get(name, default) for name, default in SCHEMAS[op]}
     if any(value is REQUIRED for value in arguments.values()):
         return None
     # The same name for something else: x.view(dtype) reinterprets bits, torch.where(condition) is nonzero().

@@ -8,9 +8,10 @@ as an epilogue costs as much as a second kernel over the output. Here it is one 
 log2 Phi(-t) is a smooth function close to a parabola, so a polynomial P of degree 5 suffices, and since it is the
 logarithm that is approximated the *relative* error stays small in the negative tail, where 1 + erf(x / sqrt 2)
 cancels. P minimises the largest error of gelu(x) in units of the last place of fp16 (denormals included) over t in
-[0, 6]; it was found by Lawson's iteratively re-weighted least squares against 40-digit values. The largest error before
-the final rounding is 0.146 ulp of fp16 (0.02 ulp of bf16). Beyond t = 6, where |gelu(x)| < 2^-27 is zero in fp16, P
-keeps falling, so nothing has to be clamped; +inf and NaN come out as they went in and -inf gives NaN, as in PyTorch.
+[0, 6]; it was found by Lawson's iteratively re-weighted least squares against 40-digit values. The largest error
+before the final rounding is 0.146 ulp of fp16, also when the output is bf16. Beyond t = 6, where |gelu(x)| < 2^-27 is
+zero in fp16, P keeps falling, so nothing has to be clamped; +inf and NaN come out as they went in and -inf gives NaN,
+as in PyTorch.
 
 fp32 outputs take the textbook formula with erf: there the matrix product is far more expensive than its epilogue.
 """

@@ -79,12 +79,6 @@ _SCAN_CHUNK = tl.constexpr(1024)
 
 
 @triton.jit
-def _aligned(offset, ALIGNMENT: tl.constexpr):
-    """The offset, known to be a multiple of ALIGNMENT. Without it a head_dim of 40 is read by single elements."""
-    return offset if ALIGNMENT == 1 else tl.multiple_of(offset, ALIGNMENT)
-
-
-@triton.jit
 def _load_rows(
     pointer,
     rows,  # [ROWS] row numbers relative to pointer
@@ -98,7 +92,10 @@ def _load_rows(
 ):
     """A [ROWS, BLOCK_COLUMNS] tile; invalid rows and the columns past COLUMNS are 0 and not read."""
     columns = tl.arange(0, BLOCK_COLUMNS)
-    pointers = pointer + _aligned(rows * row_stride, ALIGNMENT)[:, None] + columns[None, :] * column_stride
+    row_offsets = rows[:, None] * row_stride
+    if ALIGNMENT > 1:
+        row_offsets = tl.multiple_of(row_offsets, [ALIGNMENT, ALIGNMENT])
+    pointers = pointer + row_offsets + columns[None, :] * column_stride
     if COLUMNS == BLOCK_COLUMNS:
         tile = tl.load(pointers, mask=row_is_valid[:, None], other=0.0) if TEST_ROWS else tl.load(pointers)
     else:
@@ -198,6 +195,11 @@ def _attend(
     if WIDE_OFFSETS:
         offsets = offsets.to(tl.int64)
     start = tl.cast(start_n, tl.int64)
+    key_offset = start * key_stride_n
+    value_offset = start * value_stride_n
+    if ALIGNMENT > 1:
+        key_offset = tl.multiple_of(key_offset, ALIGNMENT)
+        value_offset = tl.multiple_of(value_offset, ALIGNMENT)
 
     # [BLOCK_N, BLOCK_D]; the descriptor fills what lies outside the tensor with zeros.
     if USE_TMA and not TEST_KEYS:
@@ -205,7 +207,7 @@ def _attend(
         key_tile = to_compute(key_tile)
     else:
         key_tile = _load_rows(
-            key + _aligned(start * key_stride_n, ALIGNMENT),
+            key + key_offset,
             offsets,
             in_range,
             key_stride_n,
@@ -225,8 +227,10 @@ def _attend(
         # the last query read the last one's mask: nobody looks at their result, and the load needs no test.
         mask_pointers = attn_mask + start * mask_stride_n + offsets[None, :] * mask_stride_n
         if MASK_PER_QUERY:
-            mask_rows = tl.minimum(query_rows, seqlen_q - 1).to(tl.int64)
-            mask_pointers = mask_pointers + _aligned(mask_rows * mask_stride_m, MASK_ALIGNMENT)[:, None]
+            mask_rows = tl.minimum(query_rows, seqlen_q - 1).to(tl.int64)[:, None] * mask_stride_m
+            if MASK_ALIGNMENT > 1:
+                mask_rows = tl.multiple_of(mask_rows, [MASK_ALIGNMENT, MASK_ALIGNMENT])
+            mask_pointers = mask_pointers + mask_rows
         if TEST_KEYS:
             mask_tile = tl.load(mask_pointers, mask=in_range[None, :], other=0)
         else:
@@ -262,7 +266,7 @@ def _attend(
         value_tile = to_compute(value_tile)
     else:
         value_tile = _load_rows(
-            value + _aligned(start * value_stride_n, ALIGNMENT),
+            value + value_offset,
             offsets,
             in_range,
             value_stride_n,
@@ -363,11 +367,21 @@ def kernl_attention_forward(
     start_m64 = start_m.to(tl.int64)
 
     query_offset = batch64 * query_stride_b + head64 * query_stride_h + start_m64 * query_stride_m
-    query += _aligned(query_offset, ALIGNMENT)
-    key += _aligned(batch64 * key_stride_b + key_head64 * key_stride_h, ALIGNMENT)
-    value += _aligned(batch64 * value_stride_b + key_head64 * value_stride_h, ALIGNMENT)
+    key_offset = batch64 * key_stride_b + key_head64 * key_stride_h
+    value_offset = batch64 * value_stride_b + key_head64 * value_stride_h
+    if ALIGNMENT > 1:
+        # The hint has to sit on the operation itself. Without it a head_dim of 40 is read by single elements.
+        query_offset = tl.multiple_of(query_offset, ALIGNMENT)
+        key_offset = tl.multiple_of(key_offset, ALIGNMENT)
+        value_offset = tl.multiple_of(value_offset, ALIGNMENT)
+    query += query_offset
+    key += key_offset
+    value += value_offset
     if ATTN_MASK != ABSENT:
-        attn_mask += _aligned(batch64 * mask_stride_b + head64 * mask_stride_h, MASK_ALIGNMENT)
+        mask_offset = batch64 * mask_stride_b + head64 * mask_stride_h
+        if MASK_ALIGNMENT > 1:
+            mask_offset = tl.multiple_of(mask_offset, MASK_ALIGNMENT)
+        attn_mask += mask_offset
     if KEY_PADDING != ABSENT:
         key_padding += batch64 * padding_stride_b
 
@@ -471,7 +485,7 @@ def kernl_attention_forward(
             total = tl.zeros([BLOCK_DV], tl.float32)
             for start_n in tl.range(0, seqlen_k, BLOCK_N):
                 value_tile = _load_rows(
-                    value + _aligned(tl.cast(start_n, tl.int64) * value_stride_n, ALIGNMENT),
+                    value + tl.cast(start_n, tl.int64) * value_stride_n,
                     offsets_n.to(tl.int64) if WIDE_OFFSETS else offsets_n,
                     start_n + offsets_n < seqlen_k,
                     value_stride_n,

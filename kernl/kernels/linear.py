@@ -43,6 +43,7 @@ from kernl.kernels.common import (
     count_launch,
     let_next_kernel_start,
     to_compute,
+    to_storage,
     wait_for_previous_kernel,
 )
 
@@ -279,7 +280,7 @@ def kernl_linear_tiles(
     result = activate(accumulator, ACTIVATION, FULL_PRECISION)
     output_ptrs = output_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
     mask = (rows < M)[:, None] & (columns < N)[None, :]
-    tl.store(output_ptrs, result.to(output0_ptr.dtype.element_ty), mask=mask)
+    tl.store(output_ptrs, to_storage(result, output0_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -315,7 +316,7 @@ def finish_columns(
         if BIAS_MASK != 0:
             accumulator += load_bias(bias_ptr, column + tl.arange(0, WIDTH), N, which, BIAS_MASK, COUNT)[None, :]
         result = activate(accumulator, ACTIVATION, output_desc.dtype == tl.float32)
-        output_desc.store([row, column], result.to(output_desc.dtype))
+        output_desc.store([row, column], to_storage(result, output_desc.dtype))
 
 
 @triton.jit
@@ -352,7 +353,6 @@ def kernl_linear_persistent(
     BLOCK_K: tl.constexpr,
     STORE_N: tl.constexpr,
     GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     let_next_kernel_start(USE_PDL)
@@ -362,6 +362,9 @@ def kernl_linear_persistent(
     tiles_n = count_column_tiles(N0, N1, N2, N3, TILE_N, COUNT)
     blocks_k = tl.cdiv(K, BLOCK_K)
     tl.assume(blocks_k > 0)  # or the compiler keeps a copy of the epilogue for products over nothing
+    # Flattened, the two loops become one, whose pipeline runs on from tile to tile. With two accumulators the compiler
+    # would then wait for each single matrix instruction, which costs more.
+    FLATTEN: tl.constexpr = TAIL_N == 0
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         which, tile_m, tile_n = place_of_tile(tile, tiles_m, tiles_n, N0, N1, N2, TILE_N, COUNT, GROUP_M)
         row = tile_m * BLOCK_M
@@ -374,10 +377,11 @@ def kernl_linear_persistent(
         for block in range(blocks_k):
             x = to_compute(input_desc.load([row, block * BLOCK_K]))  # [BLOCK_M, BLOCK_K]
             w = to_compute(weight_desc.load([column, block * BLOCK_K]))  # [BLOCK_N, BLOCK_K]
+            if TAIL_N > 0:
+                tail = to_compute(tail_desc.load([column + BLOCK_N, block * BLOCK_K]))  # [TAIL_N, BLOCK_K]
             accumulator = tl.dot(x, w.T, accumulator)
             if TAIL_N > 0:
-                w = to_compute(tail_desc.load([column + BLOCK_N, block * BLOCK_K]))  # [TAIL_N, BLOCK_K]
-                accumulator_tail = tl.dot(x, w.T, accumulator_tail)
+                accumulator_tail = tl.dot(x, tail.T, accumulator_tail)
 
         N = pick_number(which, N0, N1, N2, N3, COUNT)
         output_desc = pick(which, output0_desc, output1_desc, output2_desc, output3_desc, COUNT)
@@ -411,7 +415,7 @@ def kernl_linear_activation(values_ptr, elements, ACTIVATION: tl.constexpr, BLOC
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     values = to_compute(tl.load(values_ptr + offsets, mask=mask, other=0.0)).to(tl.float32)
     result = activate(values, ACTIVATION, dtype == tl.float32)
-    tl.store(values_ptr + offsets, result.to(dtype), mask=mask)
+    tl.store(values_ptr + offsets, to_storage(result, dtype), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -463,25 +467,37 @@ _MAX_PREFETCH_SPAN = 8192
 _HOPPER_16_ROWS = (
     LinearConfig(16, 16, 256, 4, 4, k_groups=4),
     LinearConfig(16, 32, 256, 4, 4, k_groups=4),
+    LinearConfig(16, 8, 512, 4, 4, k_groups=4),
     LinearConfig(16, 16, 512, 8, 3, k_groups=8),
     LinearConfig(16, 16, 256, 4, 4, k_groups=4, split_k=2),
-    LinearConfig(16, 32, 256, 4, 4, k_groups=4, split_k=4),
+    LinearConfig(16, 16, 256, 4, 4, k_groups=4, split_k=4),
 )
 _HOPPER_64_ROWS = (
     LinearConfig(32, 32, 256, 4, 3, k_groups=4),
     LinearConfig(16, 32, 256, 4, 4, k_groups=4),
+    LinearConfig(64, 16, 256, 4, 3),
     LinearConfig(64, 32, 128, 4, 4),
     LinearConfig(64, 32, 128, 4, 4, split_k=2),
     LinearConfig(64, 32, 128, 4, 4, split_k=4),
 )
 _HOPPER_256_ROWS = (
+    LinearConfig(32, 32, 256, 4, 3, k_groups=4),
+    LinearConfig(64, 16, 256, 4, 3),
+    LinearConfig(64, 32, 128, 4, 4),
+    LinearConfig(64, 64, 128, 4, 4),
+    LinearConfig(64, 32, 128, 4, 4, split_k=2),
+    LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2),
+)
+_HOPPER_512_ROWS = (
     LinearConfig(64, 32, 128, 4, 4),
     LinearConfig(64, 64, 128, 4, 4),
     LinearConfig(64, 64, 128, 4, 4, split_k=2),
-    LinearConfig(64, 64, 64, 4, 6, persistent=True),
-    LinearConfig(64, 128, 64, 4, 6, persistent=True),
+    LinearConfig(64, 64, 64, 4, 4, persistent=True, programs_per_sm=2),
+    LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2),
+    LinearConfig(128, 128, 64, 8, 5, persistent=True, store_n=128),
 )
 _HOPPER_2048_ROWS = (
+    LinearConfig(64, 64, 64, 4, 4, persistent=True, programs_per_sm=2),
     LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2),
     LinearConfig(128, 128, 64, 4, 3, persistent=True, programs_per_sm=2),
     LinearConfig(128, 128, 64, 8, 5, persistent=True, store_n=128),
@@ -499,7 +515,7 @@ _HOPPER_MANY_ROWS = (
 _POINTERS_MANY_ROWS = (
     LinearConfig(64, 64, 64, 4, 3),
     LinearConfig(64, 128, 64, 4, 3),
-    LinearConfig(128, 128, 32, 4, 4),
+    LinearConfig(128, 128, 32, 8, 4),
     LinearConfig(128, 128, 64, 8, 3),
 )
 _POINTERS_256_ROWS = (
@@ -536,7 +552,7 @@ def configs(arch: int, rows: int, dtype: torch.dtype, *, tma: bool) -> tuple[Lin
     if rows <= 256:
         return _HOPPER_256_ROWS if hopper and tma else _POINTERS_256_ROWS
     if hopper and tma:
-        return _HOPPER_2048_ROWS if rows <= 2048 else _HOPPER_MANY_ROWS
+        return _HOPPER_512_ROWS if rows <= 512 else _HOPPER_2048_ROWS if rows <= 2048 else _HOPPER_MANY_ROWS
     return _POINTERS_MANY_ROWS
 
 
@@ -664,7 +680,6 @@ def launch_persistent(
         BLOCK_K=block_k,
         STORE_N=config.store_n,
         GROUP_M=_GROUP_M,
-        FLATTEN=True,
         USE_PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -780,7 +795,6 @@ def _persistent_case(config: LinearConfig, dtype: torch.dtype, activation: str, 
         "BLOCK_K": config.block_k,
         "STORE_N": store_n,
         "GROUP_M": _GROUP_M,
-        "FLATTEN": True,
         "USE_PDL": True,
     }
     return AotCase(
@@ -801,7 +815,7 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
         return
     hopper = arch >= 90
     seen = set()
-    for rows in (16, 64, 256, 2048, 16384):
+    for rows in (16, 64, 256, 512, 2048, 16384):
         for config in configs(arch, rows, torch.float16, tma=True):
             for activation, count in (("gelu", 1), ("none", 3)):
                 case = (

@@ -111,7 +111,9 @@ def kernl_layer_norm_rows(
     if residual is not None:
         residual_row = _row_offsets(row, inner_rows, residual_outer_stride, residual_inner_stride, FLAT)
         addend = tl.load(residual + residual_row[:, None] + column[None, :], mask=mask, other=0.0)
-        rounded = to_storage(x + to_compute(addend).to(tl.float32), output.dtype.element_ty)  # as the plain sum is rounded
+        rounded = to_storage(
+            x + to_compute(addend).to(tl.float32), output.dtype.element_ty
+        )  # as the plain sum is rounded
         if STORE_TOTAL:
             tl.store(total + output_offset, rounded, mask=mask)
         x = to_compute(rounded).to(tl.float32)
@@ -354,8 +356,8 @@ def _aot_case(
 ) -> AotCase:
     streamed = config.block_m == 0
     pointer = f"*{TRITON_TYPES[dtype]}"
-    signature = {key: pointer for key in ("input", "weight", "bias", "output")}
-    signature |= {key: "i32" for key in ("columns", "inner_rows", "input_inner_stride")}
+    signature = dict.fromkeys(("input", "weight", "bias", "output"), pointer)
+    signature |= dict.fromkeys(("columns", "inner_rows", "input_inner_stride"), "i32")
     constexprs: dict[str, object] = {"input_outer_stride": 0, "residual_outer_stride": 0}
     if add:
         signature |= {"residual": pointer, "total": pointer, "residual_inner_stride": "i32"}

@@ -4,23 +4,14 @@
     output = kernl.ops.layer_norm(input, weight, bias)
 
 They run Triton kernels on a GPU that has what these need and plain PyTorch everywhere else, differentiate, honour
-autocast and work under `torch.compile` and `torch.export`.
+autocast and work under `torch.compile` and `torch.export`. Importing this package registers `torch.ops.kernl.*`.
+
+`kernl.ops.attention` and `kernl.ops.linear` are the functions; the files of these names are reached with
+`from kernl.ops.linear import ...`.
 """
 
-from __future__ import annotations
+from kernl.ops.attention import attention
+from kernl.ops.linear import linear, merged_linear
+from kernl.ops.norm import add_layer_norm, layer_norm
 
-import importlib
-import importlib.util
-from typing import TYPE_CHECKING, Any
-
-_HOMES = {
-    "attention": "attention",
-    "layer_norm": "norm",
-    "add_layer_norm": "norm",
-    "linear": "linear",
-    "merged_linear": "linear",
-}
-# Bootstrap: explicit imports once all three files exist.
-for _name, _home in _HOMES.items():
-    if importlib.util.find_spec(f"kernl.ops.{_home}"):
-        globals()[_name] = getattr(importlib.import_module(f"kernl.ops.{_home}"), _name)
+__all__ = ["add_layer_norm", "attention", "layer_norm", "linear", "merged_linear"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -184,6 +184,12 @@ def _under_autocast(rule: Callable[..., Any], device_type: str) -> Callable[...,
     return call
 
 
+@overload
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+@overload
+def cast(tensor: None, dtype: torch.dtype) -> None: ...
+@overload
+def cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None: ...
 def cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """What autocast does to one operand: float tensors but float64 go to `dtype`, anything else is left alone.
 

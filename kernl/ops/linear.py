@@ -32,7 +32,7 @@ from kernl.kernels.linear import (
     launch_persistent,
     launch_tiles,
 )
-from kernl.ops.common import cast, define_op, empty, is_capturing, kernel_runs_on, on_device_of, use_pdl
+from kernl.ops.common import LIB, cast, define_op, empty, is_capturing, kernel_runs_on, on_device_of, use_pdl
 from kernl.runtime.capability import capability_of
 from kernl.runtime.tuning import Candidate, choose
 
@@ -395,7 +395,8 @@ def _activation_backward(grad: torch.Tensor, values: torch.Tensor, activation: s
     if activation == "relu":
         return torch.ops.aten.threshold_backward(grad, values, 0)
     if activation == "silu":
-        return torch.ops.aten.silu_backward(grad, values)
+        gate = torch.sigmoid(values)  # not aten's silu_backward, which has no derivative itself
+        return grad * gate * (1 + values * (1 - gate))
     if activation == "tanh":
         return torch.ops.aten.tanh_backward(grad, torch.tanh(values))
     gate = torch.sigmoid(1.702 * values)
@@ -430,25 +431,44 @@ def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
     return *_linear_backward_one(grad, input, weight, input_wanted, weight_wanted, bias_wanted), None
 
 
-def _merged_linear_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    input, weights, biases = inputs
-    ctx.biased = [bias is not None for bias in biases]
-    ctx.save_for_backward(input, *weights)
+class _MergedLinearFunction(torch.autograd.Function):
+    """By hand, since `torch.library.register_autograd` gives no gradients to a list in which one tensor is None."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, input: torch.Tensor, *parameters: torch.Tensor | None) -> Any:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(input, *weights)
+        ctx.set_materialize_grads(False)
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.kernl.merged_linear(input, list(weights), list(biases)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        input, *weights = ctx.saved_tensors
+        _, input_wanted, *wanted = ctx.needs_input_grad
+        weights_wanted, biases_wanted = wanted[: len(weights)], wanted[len(weights) :]
+        grad_input: torch.Tensor | None = None
+        grad_weights: list[torch.Tensor | None] = [None] * len(weights)
+        grad_biases: list[torch.Tensor | None] = [None] * len(weights)
+        for index, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+            if grad is None:
+                continue
+            by_input, grad_weights[index], grad_biases[index] = _linear_backward_one(
+                grad, input, weight, input_wanted, weights_wanted[index], biases_wanted[index]
+            )
+            if by_input is not None:
+                grad_input = by_input if grad_input is None else grad_input + by_input
+        return None, grad_input, *grad_weights, *grad_biases
 
 
-def _merged_linear_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    input, *weights = ctx.saved_tensors
-    input_wanted, weights_wanted, biases_wanted = ctx.needs_input_grad
-    grad_input, grad_weights, grad_biases = None, [], []
-    for index, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-        by_input, by_weight, by_bias = _linear_backward_one(
-            grad, input, weight, input_wanted, weights_wanted[index], ctx.biased[index] and biases_wanted[index]
-        )
-        if by_input is not None:
-            grad_input = by_input if grad_input is None else grad_input + by_input
-        grad_weights.append(by_weight)
-        grad_biases.append(by_bias)
-    return grad_input, grad_weights, grad_biases
+def _merged_linear_autograd(
+    input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    operands = (input, *weights, *biases)
+    if torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands):
+        return list(_MergedLinearFunction.apply(len(weights), *operands))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.kernl.merged_linear(input, weights, biases)
 
 
 # Autocast: everything to its dtype, as torch's linear. The activation then runs in that dtype too.
@@ -488,6 +508,6 @@ define_op(
     "merged_linear(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
     cpu=_merged_linear,
     fake=lambda input, weights, biases: [_allocate(input, weight) for weight in weights],
-    autograd=(_merged_linear_context, _merged_linear_backward),
     autocast=_merged_linear_autocast,
 )
+LIB.impl("merged_linear", _merged_linear_autograd, "Autograd")

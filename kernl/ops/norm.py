@@ -7,8 +7,8 @@
     sum = input + residual                            rounded to its dtype first
     output = (sum - mean) / sqrt(variance + eps) * weight + bias
 
-The first is `torch.nn.functional.layer_norm` over one dimension; the other two are that of a plain sum, broadcasting and
-type promotion included. Statistics are fp32 (float64 for float64). weight and bias may have another float type than
+The first is `torch.nn.functional.layer_norm` over one dimension; the other two are that of a plain sum, broadcasting
+and type promotion included. Statistics are fp32 (float64 for float64). weight and bias may have another float type than
 the input, which plain PyTorch refuses on a GPU. Leaving the sum out saves a quarter of the memory traffic.
 """
 

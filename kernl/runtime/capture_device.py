@@ -8,7 +8,7 @@ a graph's intermediate values and outputs lie where any other graph may put its 
 - Nothing in the pool outlives a replay: outputs are copied out, and what a graph wrote is then up for reuse (`borrow`).
 - What must outlive a replay (an op's counters, a cached cast of a weight) is allocated by the plain first run, which
   never allocates from the pool: it has memory of its own, given back afterwards (`run_plainly`), so that what it used
-  does not stay reserved beside the pool.
+  does not stay reserved beside the pool. An op that first made such a thing while being captured would lose it.
 
 A pool fragments when shapes come smallest first: the memory of a small graph cannot hold the larger tensors of the next
 one. So when a capture makes the pool larger than 1.2 times what its largest graph needs alone, all graphs are dropped

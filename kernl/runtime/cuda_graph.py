@@ -193,13 +193,20 @@ class CudaGraphRunner:
         return graph_key(inputs, self._copied, self._device_type, self._fixed_device)
 
     def _learn_inputs(self, inputs: Sequence[Any]) -> None:
-        """Which inputs are used by address: those said to be, if they are tensors on the right kind of device."""
+        """Which inputs are used by address: those said to be, unless a graph takes them by value.
+
+        Nothing is learnt from a call that no graph can serve, such as the first one of a model still on the CPU.
+        """
         with self._lock:
-            fixed = [
-                index
-                for index in self._fixed
-                if isinstance(inputs[index], torch.Tensor) and inputs[index].device.type == self._device_type
-            ]
+            fixed = []
+            for index in self._fixed:
+                value = inputs[index]
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if value.device.type == self._device_type:
+                    fixed.append(index)
+                elif value.ndim > 0:
+                    raise Uncapturable(f"input {index} is a tensor on {value.device.type}")
             devices = {inputs[index].device for index in fixed}
             if len(devices) > 1:
                 raise Uncapturable("parameters are on more than one device")
@@ -243,8 +250,9 @@ class CudaGraphRunner:
         except torch.OutOfMemoryError:
             if self._mutated:
                 raise  # half of an effect must not be followed by a whole one
-            device.make_room()
-            return self.function(*inputs)
+        # Outside of the handler: the error's traceback holds the tensors that filled the memory.
+        device.make_room()
+        return self.function(*inputs)
 
     def _capture(
         self,
@@ -254,18 +262,11 @@ class CudaGraphRunner:
         inputs: Sequence[Any],
     ) -> None:
         """Capture the graph of a key, or remember why not."""
-        for attempt in ("first", "last"):
+        for _attempt in range(2):
             try:
                 graph = CapturedGraph(self, key, device, static_inputs, inputs)
             except torch.OutOfMemoryError:
-                device.make_room()
-                if attempt == "last":
-                    warnings.warn(
-                        "kernl: no memory left to capture a CUDA graph, even with all other graphs dropped; "
-                        "calls of this shape run without one",
-                        stacklevel=2,
-                    )
-                    self._refuse(key, "out of memory while capturing")
+                pass  # room is made below, once the error's traceback has let go of its tensors
             except Uncapturable as reason:
                 self._refuse(key, str(reason))
                 return
@@ -278,6 +279,13 @@ class CudaGraphRunner:
                 self._failures_in_a_row = 0
                 self._keep(graph)
                 return
+            device.make_room()
+        warnings.warn(
+            "kernl: no memory left to capture a CUDA graph, even with all other graphs dropped; "
+            "calls of this shape run without one",
+            stacklevel=2,
+        )
+        self._refuse(key, "out of memory while capturing")
 
     def _keep(self, graph: CapturedGraph) -> None:
         with self._lock:
@@ -384,9 +392,10 @@ class CapturedGraph:
                 if self._written:
                     copies.copy_back(inputs, self._written)
                 return plan.make(inputs)
-        if captured is None:
-            return self._runner(*inputs)
-        return self._runner._moved(self, inputs)
+        if captured is not None:
+            return self._runner._moved(self, inputs)
+        successor = self._runner._graphs.get(self.key)
+        return self._runner(*inputs) if successor is None else successor.replay(inputs)
 
     def drop(self) -> None:
         """Let go of the graph and of the memory that only it uses."""

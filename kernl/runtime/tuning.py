@@ -69,6 +69,8 @@ _SLEEP_CYCLES_PER_SECOND = 2e9
 _MAX_SLEEP_SECONDS = 3e-3
 _SHIPPED = Path(__file__).resolve().parent / "tuned"
 
+_MODES = ("measure", "table", "off")
+
 Source = Literal["measured", "cache", "table", "default"]
 
 
@@ -135,6 +137,8 @@ def choose(
     Raises ValueError when `default` is not among the names of the candidates.
     """
     mode = os.environ.get("KERNL_TUNING", "measure")
+    if mode not in _MODES:
+        _warn_once(f"KERNL_TUNING is {mode!r}; accepted: {', '.join(_MODES)}. kernl measures")
     if mode == "off" or _defaults_only.get() or torch.are_deterministic_algorithms_enabled():
         return default
     if gpu is None:
@@ -198,7 +202,12 @@ def entries() -> list[TuningEntry]:
 def cache_folder() -> Path:
     """Folder of the user's tuning cache. It need not exist."""
     root = os.environ.get("KERNL_CACHE_DIR")
-    return (Path(root) if root else Path.home() / ".cache" / "kernl") / "tuning"
+    if root:
+        return Path(root).expanduser() / "tuning"
+    try:
+        return Path.home() / ".cache" / "kernl" / "tuning"
+    except RuntimeError:  # an account without a home
+        return Path(tempfile.gettempdir()) / "kernl" / "tuning"
 
 
 def cache_path(gpu: str | None = None) -> Path:

@@ -20,7 +20,7 @@ from tests.aot.compile_kernels import ARCHITECTURES, SHARED_MEMORY_LIMIT, cases
 CASES = [(arch, name) for arch in ARCHITECTURES for name, _ in cases(arch)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _results(arch: int, names: tuple[str, ...]) -> tuple[dict[str, dict[str, object]], str]:
     """What the compiling process says about each case, and its error output."""
     command = [sys.executable, "-m", "tests.aot.compile_kernels", "--arch", str(arch)]
@@ -31,7 +31,7 @@ def _results(arch: int, names: tuple[str, ...]) -> tuple[dict[str, dict[str, obj
         command += ["--case", name]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {str(line["name"]): line for line in lines}, done.stderr[-3000:]
+    return {str(line["name"]): line for line in lines}, f"exit code {done.returncode}\n{done.stderr[-3000:]}"
 
 
 def _selected(request: pytest.FixtureRequest, arch: int) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def _selected(request: pytest.FixtureRequest, arch: int) -> tuple[str, ...]:
 @pytest.mark.timeout(600)
 def test_kernel_compiles(request: pytest.FixtureRequest, arch: int, name: str) -> None:
     results, errors = _results(arch, _selected(request, arch))
-    assert name in results, f"the compiling process ended before it reached this case:\n{errors}"
+    assert name in results, f"the compiling process did not get to this case:\n{errors}"
     result = results[name]
     assert "error" not in result, result["error"]
     assert result["spilled_bytes"] == 0, f"{result['spilled_bytes']} bytes of registers spilled: {result}"

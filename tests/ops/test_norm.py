@@ -22,7 +22,8 @@ from kernl.testing import assert_within_budget
 from tests.conftest import KernelRun
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-SHAPES = [(1, 1), (3, 7), (17, 40), (2, 3, 768), (9, 1000), (2, 1025), (1, 4097), (8, 64), (33, 16)]
+# Short rows come in numbers: the budget compares two maxima, which takes more than a few rows to be more than luck.
+SHAPES = [(1, 1), (300, 7), (3, 43, 40), (2, 3, 768), (9, 1000), (2, 1025), (1, 4097), (33, 64), (133, 16)]
 EPSILON = 1e-5
 
 
@@ -108,7 +109,7 @@ def test_rows_longer_than_the_kernels_take(kernels: KernelRun, rng: torch.Genera
 def test_weight_and_bias_are_optional(
     kernels: KernelRun, rng: torch.Generator, has_weight: bool, has_bias: bool
 ) -> None:
-    input, residual = (draw(rng, (3, 40), torch.float16, kernels.device) for _ in range(2))
+    input, residual = (draw(rng, (30, 40), torch.float16, kernels.device) for _ in range(2))
     weight = draw(rng, (40,), torch.float16, kernels.device) if has_weight else None
     bias = draw(rng, (40,), torch.float16, kernels.device) if has_bias else None
     check_layer_norm(input, weight, bias, kernl.ops.layer_norm(input, weight, bias, EPSILON))
@@ -120,7 +121,7 @@ def test_weight_and_bias_are_optional(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_weights_of_another_dtype(kernels: KernelRun, rng: torch.Generator, dtype: torch.dtype) -> None:
-    input = draw(rng, (5, 40), dtype, kernels.device)
+    input = draw(rng, (50, 40), dtype, kernels.device)
     weight, bias = (draw(rng, (40,), torch.float32, kernels.device) for _ in range(2))
     output = kernl.ops.layer_norm(input, weight, bias, EPSILON)
     assert output.dtype == dtype
@@ -133,10 +134,10 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed_rows": lambda x: x.transpose(0, 1),
     "transposed_columns": lambda x: x.transpose(1, 2),
     "every_other_row": lambda x: x[:, ::2],
-    "sliced_columns": lambda x: x[..., 1:6],
+    "sliced_columns": lambda x: x[..., 1:16],
     "strided_columns": lambda x: x[..., ::2],
-    "expanded": lambda x: x[:1].expand(4, -1, -1),
-    "expanded_columns": lambda x: x[..., :1].expand(-1, -1, 7),
+    "expanded": lambda x: x[:1].expand(12, -1, -1),
+    "expanded_columns": lambda x: x[..., :1].expand(-1, -1, 17),
     "row_of_a_batch": lambda x: x[:, 0],
     "one_row": lambda x: x[1, 2],
     "four_dimensions": lambda x: x.unsqueeze(1).expand(-1, 2, -1, -1).transpose(1, 2),
@@ -146,7 +147,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(kernels: KernelRun, rng: torch.Generator, layout: str) -> None:
-    input = LAYOUTS[layout](draw(rng, (4, 6, 8), torch.float16, kernels.device))
+    input = LAYOUTS[layout](draw(rng, (12, 14, 24), torch.float16, kernels.device))
     weight, bias = (draw(rng, input.shape[-1:], torch.float16, kernels.device) for _ in range(2))
     check_layer_norm(input, weight, bias, kernl.ops.layer_norm(input, weight, bias, EPSILON))
     for residual in (draw(rng, tuple(input.shape), torch.float16, kernels.device), input):
@@ -156,7 +157,7 @@ def test_strides(kernels: KernelRun, rng: torch.Generator, layout: str) -> None:
 
 
 def test_strided_weight(kernels: KernelRun, rng: torch.Generator) -> None:
-    input = draw(rng, (5, 40), torch.float32, kernels.device)
+    input = draw(rng, (50, 40), torch.float32, kernels.device)
     weight, bias = draw(rng, (40, 2), torch.float32, kernels.device).unbind(1)
     check_layer_norm(input, weight, bias, kernl.ops.layer_norm(input, weight, bias, EPSILON))
 
@@ -164,14 +165,14 @@ def test_strided_weight(kernels: KernelRun, rng: torch.Generator) -> None:
 @pytest.mark.parametrize(
     ("input_shape", "residual_shape"),
     [
-        ((3, 5, 8), (1, 5, 8)),  # position embeddings
-        ((1, 5, 8), (3, 5, 8)),
-        ((3, 5, 8), (5, 8)),
-        ((3, 1, 8), (1, 5, 8)),
-        ((3, 5, 8), (8,)),
-        ((8,), (2, 3, 5, 8)),
-        ((3, 5, 8), (3, 5, 1)),
-        ((2, 1, 3, 8), (4, 1, 8)),
+        ((13, 15, 24), (1, 15, 24)),  # position embeddings
+        ((1, 15, 24), (13, 15, 24)),
+        ((13, 15, 24), (15, 24)),
+        ((13, 1, 24), (1, 15, 24)),
+        ((13, 15, 24), (24,)),
+        ((24,), (2, 13, 15, 24)),
+        ((13, 15, 24), (13, 15, 1)),
+        ((2, 1, 13, 24), (4, 1, 24)),
     ],
 )
 def test_broadcasting(
@@ -179,7 +180,7 @@ def test_broadcasting(
 ) -> None:
     input = draw(rng, input_shape, torch.float16, kernels.device)
     residual = draw(rng, residual_shape, torch.float16, kernels.device)
-    weight, bias = (draw(rng, (8,), torch.float16, kernels.device) for _ in range(2))
+    weight, bias = (draw(rng, (24,), torch.float16, kernels.device) for _ in range(2))
     check_add_layer_norm(
         input, residual, weight, bias, *kernl.ops.add_layer_norm(input, residual, weight, bias, EPSILON)
     )
@@ -187,8 +188,8 @@ def test_broadcasting(
 
 
 def test_a_sum_of_two_dtypes_is_promoted(kernels: KernelRun, rng: torch.Generator) -> None:
-    input = draw(rng, (3, 40), torch.float16, kernels.device)
-    residual = draw(rng, (3, 40), torch.float32, kernels.device)
+    input = draw(rng, (60, 40), torch.float16, kernels.device)
+    residual = draw(rng, (60, 40), torch.float32, kernels.device)
     output, total = torch.ops.kernl.add_layer_norm(input, residual, None, None, EPSILON)
     assert output.dtype == total.dtype == torch.float32
     check_add_layer_norm(input, residual, None, None, output, total)
@@ -214,13 +215,13 @@ def test_constant_rows_and_large_means(kernels: KernelRun) -> None:
     constant = torch.full((2, 40), 7.0, device=kernels.device)
     assert kernl.ops.layer_norm(constant).abs().max() == 0
     # Mean 1e4, deviation 1: fp32 sums of squares would leave no digit of the variance.
-    shifted = torch.linspace(-1, 1, 40, device=kernels.device).expand(2, 40) + 1e4
+    shifted = torch.randn(64, 40, device=kernels.device) + 1e4
     check_layer_norm(shifted, None, None, kernl.ops.layer_norm(shifted))
 
 
 @pytest.mark.parametrize("config", [NormConfig(1, 64, 1), NormConfig(4, 64, 2), NormConfig(0, 16, 1)], ids=str)
 def test_any_configuration_is_right(kernels: KernelRun, rng: torch.Generator, config: NormConfig) -> None:
-    input = draw(rng, (7, 41), torch.float32, kernels.device)
+    input = draw(rng, (75, 41), torch.float32, kernels.device)
     output = torch.full_like(input, float("nan"))
     launch_layer_norm(input, None, None, output, EPSILON, config=config)
     check_layer_norm(input, None, None, output)
@@ -281,7 +282,7 @@ def test_bad_arguments_are_named(call: Callable[[torch.Tensor], object], message
 
 
 def arguments(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> dict[str, torch.Tensor]:
-    shapes = {"input": (3, 5, 8), "residual": (1, 5, 8), "weight": (8,), "bias": (8,)}
+    shapes = {"input": (6, 20, 40), "residual": (1, 20, 40), "weight": (40,), "bias": (40,)}
     return {
         name: torch.randn(shape, device=device).to(dtype).requires_grad_(requires_grad)
         for name, shape in shapes.items()
@@ -300,7 +301,7 @@ def test_opcheck(kernels: KernelRun, op: str, dtype: torch.dtype) -> None:
 
 def plain(op: str, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     x = given["input"] if op == "layer_norm" else given["input"] + given["residual"]
-    output = F.layer_norm(x, (8,), given["weight"], given["bias"], EPSILON)
+    output = F.layer_norm(x, x.shape[-1:], given["weight"], given["bias"], EPSILON)
     return [output, x] if op == "add_layer_norm" else [output]
 
 
@@ -348,6 +349,8 @@ def test_only_the_sum_or_only_the_norm_is_differentiated(kernels: KernelRun) -> 
         torch.testing.assert_close(
             torch.autograd.grad(actual.square().sum(), [given["input"], given["residual"]]),
             torch.autograd.grad(expected.square().sum(), [given["input"], given["residual"]]),
+            rtol=1e-4,
+            atol=1e-4,
         )
 
 
@@ -370,7 +373,7 @@ def test_compile_with_gradients(kernels: KernelRun, op: str) -> None:
         return [*outputs, *torch.autograd.grad(sum(x.square().sum() for x in outputs), leaves)]  # type: ignore[arg-type]
 
     compiled = torch.compile(lambda given: fused(op, given), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(loss(compiled), loss(lambda given: plain(op, given)))
+    torch.testing.assert_close(loss(compiled), loss(lambda given: plain(op, given)), rtol=1e-4, atol=1e-4)
 
 
 def test_one_compilation_serves_all_shapes(kernels: KernelRun) -> None:
@@ -388,7 +391,7 @@ def test_one_compilation_serves_all_shapes(kernels: KernelRun) -> None:
     compiled = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
     for shape in ((2, 5, 8), (3, 7, 8), (9, 2, 12), (4, 4, 4)):
         x, y = torch.randn(shape, device=kernels.device), torch.randn(shape, device=kernels.device)
-        torch.testing.assert_close(compiled(x, y), function(x, y))
+        torch.testing.assert_close(compiled(x, y), function(x, y), rtol=1e-4, atol=1e-4)
     assert len(graphs) == 1
 
 
@@ -408,7 +411,7 @@ def test_export(kernels: KernelRun) -> None:
     example = (torch.randn(3, 5, 8, device=kernels.device), torch.randn(3, 5, 8, device=kernels.device))
     exported = torch.export.export(block, example, dynamic_shapes=(shapes, shapes))
     given = (torch.randn(4, 7, 8, device=kernels.device), torch.randn(4, 7, 8, device=kernels.device))
-    torch.testing.assert_close(exported.module()(*given), block(*given))
+    torch.testing.assert_close(exported.module()(*given), block(*given), rtol=1e-4, atol=1e-4)
     targets = [node.target for node in exported.graph.nodes]
     assert torch.ops.kernl.add_layer_norm.default in targets and torch.ops.kernl.layer_norm.default in targets
 
@@ -417,7 +420,7 @@ def test_autocast_on_the_cpu_leaves_norms_alone() -> None:
     given = arguments(torch.device("cpu"), torch.float32, requires_grad=False)
     half = given["input"].bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = F.layer_norm(half, (8,), given["weight"], given["bias"], EPSILON)
+        expected = F.layer_norm(half, half.shape[-1:], given["weight"], given["bias"], EPSILON)
         actual = kernl.ops.layer_norm(half, given["weight"], given["bias"], EPSILON)
         output, total = kernl.ops.add_layer_norm(half, half, given["weight"], given["bias"], EPSILON)
         only = torch.ops.kernl.layer_norm_of_sum(half, half, given["weight"], given["bias"], EPSILON)

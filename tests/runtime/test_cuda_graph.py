@@ -89,7 +89,9 @@ def test_lookup_gives_a_graph_that_serves_later_calls_at_once() -> None:
     assert device.replays == 1
     runner.evict(device)
     assert torch.equal(graph.replay([weight, torch.ones(3)])[0], torch.full((3,), 3.0)), "evicted, still right"
-    assert device.captures == 2
+    assert (device.captures, device.replays) == (2, 1)
+    assert torch.equal(graph.replay([weight, torch.zeros(3)])[0], torch.ones(3))
+    assert (device.captures, device.replays) == (2, 2), "served by the graph that took its place"
 
 
 def test_the_least_recently_replayed_graph_goes_first() -> None:
@@ -493,6 +495,16 @@ def test_parameters_on_two_devices_run_plainly() -> None:
     runner(torch.zeros(2, device="meta"), torch.zeros(2))
     assert list(runner.skips) == ["input 0 is a tensor on meta"]
     assert device.captures == 0
+
+
+def test_a_first_call_on_another_device_does_not_turn_weights_into_inputs() -> None:
+    runner, device = make(affine, fixed_inputs=[0])
+    runner(torch.ones(2, device="meta"), torch.ones(2, device="meta"))
+    weight = torch.ones(2)
+    runner(weight, torch.ones(2))
+    weight.fill_(3)
+    assert torch.equal(runner(weight, torch.ones(2))[0], torch.full((2,), 4.0))
+    assert device.allocations == [2], "one buffer: the input's"
 
 
 def test_a_failed_capture_is_remembered_and_the_call_is_right() -> None:

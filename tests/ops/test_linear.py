@@ -1,0 +1,512 @@
+"""Linear layers: activations on every bit pattern, kernels against float64, the op under all PyTorch may do to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import kernl.ops
+from kernl.kernels.activation import ACTIVATIONS
+from kernl.kernels.linear import (
+    LinearConfig,
+    configs,
+    fits_descriptors,
+    launch_activation,
+    launch_persistent,
+    launch_tiles,
+)
+from kernl.ops.common import force_reference
+from kernl.ops.linear import (
+    _Counters,
+    _Problem,
+    apply_activation,
+    default_implementation,
+    implementations,
+    problem_key,
+    reference_linear,
+    reference_merged_linear,
+)
+from kernl.testing import assert_within_budget
+from tests.conftest import KernelRun
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+ROWS = [1, 5, 16, 17, 130]
+
+TILES = [
+    LinearConfig(16, 16, 256, 4, 4, k_groups=4),
+    LinearConfig(32, 32, 128, 4, 4, k_groups=4, split_k=2),
+    LinearConfig(64, 32, 128, 4, 4),
+    LinearConfig(64, 64, 64, 4, 4, split_k=4),
+]
+PERSISTENT = [
+    LinearConfig(64, 64, 64, 4, 6, persistent=True),
+    LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2),
+    LinearConfig(128, 128, 64, 8, 4, persistent=True, tail_n=64),
+    LinearConfig(128, 256, 64, 8, 3, persistent=True, store_n=256),
+]
+
+Operands = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None]]
+
+
+def draw(rng: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, generator=rng, dtype=torch.float64) * scale).to(dtype)
+
+
+def draw_operands(
+    rng: torch.Generator, rows: int, inner: int, columns: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Operands:
+    input = draw(rng, (rows, inner), dtype).to(device)
+    weights = [draw(rng, (n, inner), dtype, inner**-0.5).to(device) for n in columns]
+    biases: list[torch.Tensor | None] = [draw(rng, (n,), dtype).to(device) for n in columns]
+    return input, weights, biases
+
+
+def outputs_for(input: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        torch.full((input.shape[0], weight.shape[0]), float("nan"), dtype=input.dtype, device=input.device)
+        for weight in weights
+    ]
+
+
+def check(
+    actual: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> None:
+    exact = reference_linear(input.double(), weight.double(), None if bias is None else bias.double(), activation)
+    assert_within_budget(actual, exact, reference_linear(input, weight, bias, activation), name="linear")
+    assert actual.is_contiguous()
+
+
+# Activations
+
+
+def all_bit_patterns(dtype: torch.dtype) -> torch.Tensor:
+    """Every value of a 16-bit float type, infinities and NaN too."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).clone()
+
+
+def unit_in_the_last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Spacing of the numbers of `dtype` around each float64 value, the subnormal ones included."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(values.abs().clamp_min(info.tiny))[1] - 1
+    return info.eps * torch.exp2(exponent.double())
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "none"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_activation_on_every_bit_pattern(kernels: KernelRun, dtype: torch.dtype, activation: str) -> None:
+    inputs = all_bit_patterns(dtype)
+    values = inputs.clone().to(kernels.device)
+    launch_activation(values, activation)
+    exact = apply_activation(inputs.double(), activation)
+    if activation == "gelu":
+        # Without the cancellation in 1 + erf.
+        exact = inputs.double() * torch.special.erfc(-inputs.double() * 0.5**0.5) / 2
+    elif activation == "gelu_tanh":
+        x = inputs.double()
+        exact = x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
+
+    actual = values.cpu()
+    rounded = exact.to(dtype)
+    finite = rounded.isfinite()
+    assert torch.equal(actual.isnan(), rounded.isnan())
+    assert torch.equal(actual[~finite & ~rounded.isnan()], rounded[~finite & ~rounded.isnan()])
+    error = (actual.double() - exact).abs()[finite]
+    # Half a unit is the rounding itself. The GELU's own error is stated in units of fp16 for both types.
+    allowed = 0.5 * unit_in_the_last_place(exact[finite], dtype)
+    allowed += (0.15 if activation == "gelu" else 0.01) * unit_in_the_last_place(exact[finite], torch.float16)
+    worst = int((error / allowed).argmax())
+    assert bool((error <= allowed).all()), (
+        f"{activation}({inputs[finite][worst]}) = {actual[finite][worst]}, float64 {exact[finite][worst]}: "
+        f"{float(error[worst] / allowed[worst]):.2f} x the allowed error"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "none"])
+def test_activation_in_fp32(kernels: KernelRun, rng: torch.Generator, activation: str) -> None:
+    inputs = torch.cat([draw(rng, (2000,), torch.float32, scale) for scale in (1e-4, 1.0, 8.0)])
+    values = inputs.clone().to(kernels.device)
+    launch_activation(values, activation)
+    exact = apply_activation(inputs.double(), activation)
+    assert_within_budget(values.cpu(), exact, apply_activation(inputs, activation), name=activation)
+
+
+# Kernels
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("config", TILES, ids=lambda config: config.name)
+def test_tiles(kernels: KernelRun, rng: torch.Generator, config: LinearConfig, dtype: torch.dtype, rows: int) -> None:
+    input, weights, biases = draw_operands(rng, rows, 333, (39,), dtype, kernels.device)
+    outputs = outputs_for(input, weights)
+    counters = torch.zeros(config.tiles(rows, [39]), dtype=torch.int32, device=kernels.device)
+    launch_tiles(config, input, weights, biases, outputs, "gelu", counters=counters)
+    check(outputs[0], input, weights[0], biases[0], "gelu")
+    assert kernels.launched("linear_tiles") == 1
+    assert not counters.any(), "split-K must leave its counters at zero"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", PERSISTENT, ids=lambda config: config.name)
+def test_persistent(
+    kernels: KernelRun, rng: torch.Generator, config: LinearConfig, dtype: torch.dtype, rows: int
+) -> None:
+    input, weights, biases = draw_operands(rng, rows, 200, (328,), dtype, kernels.device)
+    outputs = outputs_for(input, weights)
+    launch_persistent(config, input, weights, biases, outputs, "gelu", sm_count=2)
+    check(outputs[0], input, weights[0], biases[0], "gelu")
+    assert kernels.launched("linear_persistent") == 1
+
+
+@pytest.mark.parametrize("with_biases", ["all", "some", "none"])
+@pytest.mark.parametrize("config", [TILES[0], TILES[1], PERSISTENT[0], PERSISTENT[2]], ids=lambda config: config.name)
+def test_merged_weights_of_unequal_width(
+    kernels: KernelRun, rng: torch.Generator, config: LinearConfig, with_biases: str
+) -> None:
+    columns = (72, 8, 200, 64)
+    for count in (2, 3, 4):
+        input, weights, biases = draw_operands(rng, 70, 72, columns[:count], torch.float16, kernels.device)
+        if with_biases != "all":
+            biases = [bias if with_biases == "some" and index % 2 else None for index, bias in enumerate(biases)]
+        outputs = outputs_for(input, weights)
+        if config.persistent:
+            launch_persistent(config, input, weights, biases, outputs, "none", sm_count=3)
+        else:
+            counters = torch.zeros(config.tiles(70, columns), dtype=torch.int32, device=kernels.device)
+            launch_tiles(config, input, weights, biases, outputs, "none", counters=counters)
+        for output, weight, bias in zip(outputs, weights, biases, strict=True):
+            check(output, input, weight, bias, "none")
+
+
+def test_split_k_is_the_same_every_time(kernels: KernelRun, rng: torch.Generator) -> None:
+    config = LinearConfig(16, 16, 64, 4, 4, split_k=4)
+    input, weights, biases = draw_operands(rng, 16, 700, (48,), torch.float16, kernels.device)
+    counters = torch.zeros(3, dtype=torch.int32, device=kernels.device)
+    results = []
+    for _ in range(3):
+        outputs = outputs_for(input, weights)
+        launch_tiles(config, input, weights, biases, outputs, "none", counters=counters)
+        results += outputs
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_split_k_without_counters_is_an_error(kernels: KernelRun, rng: torch.Generator) -> None:
+    input, weights, biases = draw_operands(rng, 16, 64, (48,), torch.float16, kernels.device)
+    with pytest.raises(ValueError, match="counters"):
+        launch_tiles(TILES[1], input, weights, biases, outputs_for(input, weights), "none")
+
+
+# The op
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 48), (5, 33, 7), (17, 100, 33), (2, 9, 64, 40), (130, 96, 72), (300, 64, 128)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear(kernels: KernelRun, rng: torch.Generator, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    *leading, inner, columns = shape
+    input = draw(rng, (*leading, inner), dtype).to(kernels.device)
+    weight = draw(rng, (columns, inner), dtype, inner**-0.5).to(kernels.device)
+    bias = draw(rng, (columns,), dtype).to(kernels.device)
+    check(kernl.ops.linear(input, weight, bias), input, weight, bias, "none")
+    check(kernl.ops.linear(input, weight, None, "silu"), input, weight, None, "silu")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_with_activation(kernels: KernelRun, rng: torch.Generator, dtype: torch.dtype, activation: str) -> None:
+    input, weights, biases = draw_operands(rng, 16, 96, (40,), dtype, kernels.device)
+    check(kernl.ops.linear(input, weights[0], biases[0], activation), input, weights[0], biases[0], activation)
+    if kernels.device.type == "cpu":
+        assert kernels.launched("linear_tiles") == 1
+
+
+def test_linear_in_many_rows_takes_descriptors(kernels: KernelRun, rng: torch.Generator) -> None:
+    input, weights, biases = draw_operands(rng, 260, 64, (64,), torch.float16, kernels.device)
+    problem = _Problem(input, weights, biases, outputs_for(input, weights), "gelu")
+    assert default_implementation(problem).startswith("persistent")
+    check(kernl.ops.linear(input, weights[0], biases[0], "gelu"), input, weights[0], biases[0], "gelu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inputs_and_weights_of_any_layout(kernels: KernelRun, rng: torch.Generator, dtype: torch.dtype) -> None:
+    weight = draw(rng, (40, 64), dtype, 0.125).to(kernels.device)
+    bias = draw(rng, (40,), dtype).to(kernels.device)
+    wide = draw(rng, (6, 3, 130), dtype).to(kernels.device)
+    inputs = {
+        "row stride": wide[:, 0, :64],
+        "offset": wide[:, 1, 1:65],
+        "leading dimensions swapped": wide.transpose(0, 1)[..., :64],
+        "last stride 2": wide[..., :128:2],
+        "transposed": draw(rng, (64, 9), dtype).to(kernels.device).t(),
+        "expanded": wide[:1, :1, :64].expand(4, 5, 64),
+        "one dimension": wide[0, 0, :64],
+    }
+    for name, input in inputs.items():
+        output = kernl.ops.linear(input, weight, bias, "relu")
+        assert output.shape == (*input.shape[:-1], 40), name
+        check(output, input, weight, bias, "relu")
+    input = inputs["row stride"]
+    for layout in (weight.t().contiguous().t(), torch.cat([weight, weight], 1)[:, :64], weight[::2]):
+        matching = bias[: layout.shape[0]]
+        check(kernl.ops.linear(input, layout, matching, "gelu"), input, layout, matching, "gelu")
+        merged = kernl.ops.merged_linear(input, [layout, weight], [matching, bias])
+        check(merged[0], input, layout, matching, "none")
+        check(merged[1], input, weight, bias, "none")
+    strided_bias = draw(rng, (80,), dtype).to(kernels.device)[::2]
+    check(kernl.ops.linear(input, weight, strided_bias), input, weight, strided_bias, "none")
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 4), (3, 0, 4), (3, 8, 0)], ids=["no rows", "no inner", "no columns"])
+def test_empty(kernels: KernelRun, sizes: tuple[int, int, int]) -> None:
+    rows, inner, columns = sizes
+    input = torch.randn(rows, inner, dtype=torch.float16, device=kernels.device)
+    weight = torch.randn(columns, inner, dtype=torch.float16, device=kernels.device)
+    bias = torch.randn(columns, dtype=torch.float16, device=kernels.device)
+    for output in (kernl.ops.linear(input, weight, bias, "gelu"), *kernl.ops.merged_linear(input, [weight], [bias])):
+        assert output.shape == (rows, columns)
+    torch.testing.assert_close(kernl.ops.linear(input, weight, bias), F.linear(input, weight, bias))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merged_linear(kernels: KernelRun, rng: torch.Generator, dtype: torch.dtype, count: int) -> None:
+    columns = (40, 7, 64, 33, 16)[:count]
+    input, weights, biases = draw_operands(rng, 10, 60, columns, dtype, kernels.device)
+    biases[count // 2] = None
+    input = input.view(2, 5, 60)
+    outputs = kernl.ops.merged_linear(input, weights, biases)
+    for output, weight, bias in zip(outputs, weights, biases, strict=True):
+        assert output.shape == (2, 5, weight.shape[0])
+        check(output, input, weight, bias, "none")
+    for output, weight in zip(kernl.ops.merged_linear(input, weights), weights, strict=True):
+        check(output, input, weight, None, "none")
+    if kernels.device.type == "cpu" and count <= 4:
+        assert kernels.launched("linear_tiles") == 2
+
+
+def test_weights_are_read_where_they_are(kernels: KernelRun, rng: torch.Generator) -> None:
+    input, weights, biases = draw_operands(rng, 3, 32, (16, 16), torch.float32, kernels.device)
+    kernl.ops.merged_linear(input, weights, biases)
+    weights[1].data.mul_(2.0)
+    check(kernl.ops.merged_linear(input, weights, biases)[1], input, weights[1], biases[1], "none")
+
+
+def test_float64_and_reference_do_not_launch(kernels: KernelRun) -> None:
+    input, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    input, weight = input.to(kernels.device), weight.to(kernels.device)
+    torch.testing.assert_close(kernl.ops.linear(input, weight, None, "gelu"), F.gelu(F.linear(input, weight)))
+    with force_reference():
+        kernl.ops.linear(input.float(), weight.float(), None, "gelu")
+    assert kernels.launched("linear_tiles") == 0
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_linear(rng: torch.Generator, activation: str) -> None:
+    input = draw(rng, (2, 3, 5), torch.float64).requires_grad_()
+    weight = draw(rng, (4, 5), torch.float64).requires_grad_()
+    bias = draw(rng, (4,), torch.float64).requires_grad_()
+    op = torch.ops.kernl.linear
+    assert torch.autograd.gradcheck(lambda x, w, b: op(x, w, b, activation), (input, weight, bias))
+    assert torch.autograd.gradcheck(lambda x, w: op(x, w, None, activation), (input, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w, b: op(x, w, b, activation), (input, weight, bias))
+
+
+def test_gradients_of_merged_linear(rng: torch.Generator) -> None:
+    input = draw(rng, (2, 3, 5), torch.float64).requires_grad_()
+    weights = [draw(rng, (n, 5), torch.float64).requires_grad_() for n in (4, 2, 3)]
+    biases = [draw(rng, (n,), torch.float64).requires_grad_() for n in (4, 3)]
+
+    def merged(x: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, third, bias0, bias2 = tensors
+        return tuple(torch.ops.kernl.merged_linear(x, [first, second, third], [bias0, None, bias2]))
+
+    assert torch.autograd.gradcheck(merged, (input, *weights, *biases))
+
+
+def test_gradients_where_few_are_wanted_or_used(rng: torch.Generator) -> None:
+    input = draw(rng, (3, 5), torch.float64)
+    frozen, trained = draw(rng, (4, 5), torch.float64), draw(rng, (2, 5), torch.float64).requires_grad_()
+    outputs = torch.ops.kernl.merged_linear(input, [frozen, trained], [None, None])
+    outputs[1].sum().backward()
+    torch.testing.assert_close(trained.grad, input.sum(0).expand(2, 5))
+    output = torch.ops.kernl.linear(input, trained, None, "relu")
+    output.sum().backward()
+    assert input.grad is None and frozen.grad is None
+
+
+def test_gradients_through_the_kernels(kernels: KernelRun, rng: torch.Generator) -> None:
+    input, weights, biases = draw_operands(rng, 9, 32, (24,), torch.float32, kernels.device)
+    leaves = [input, weights[0], biases[0]]
+    grads = []
+    for run in (kernl.ops.linear, reference_linear):
+        copies = [leaf.clone().requires_grad_() for leaf in leaves if leaf is not None]
+        output = run(*copies, "gelu")
+        grads.append(torch.autograd.grad(output.square().sum(), copies))
+    for ours, plain in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast(kernels: KernelRun, rng: torch.Generator) -> None:
+    input, weights, biases = draw_operands(rng, 9, 32, (24, 8), torch.float32, kernels.device)
+    half = [tensor.bfloat16() for tensor in (input, weights[0], biases[0]) if tensor is not None]
+    with torch.autocast(kernels.device.type, dtype=torch.bfloat16):
+        output = kernl.ops.linear(input, weights[0], biases[0], "gelu")
+        outputs = kernl.ops.merged_linear(input, weights, biases)
+        assert F.linear(input, weights[0], biases[0]).dtype == output.dtype == outputs[1].dtype == torch.bfloat16
+        with torch.autocast(kernels.device.type, enabled=False):
+            assert kernl.ops.linear(input, weights[0], biases[0]).dtype == torch.float32
+        double = kernl.ops.linear(input.double(), weights[0].double())
+        assert double.dtype == F.linear(input.double(), weights[0].double()).dtype
+    check(output, half[0], half[1], half[2], "gelu")
+    check(outputs[0], half[0], half[1], half[2], "none")
+
+
+def test_autocast_gradients_have_the_parameters_dtype(rng: torch.Generator) -> None:
+    input, weights, biases = draw_operands(rng, 3, 8, (4,), torch.float32, torch.device("cpu"))
+    weight = weights[0].requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kernl.ops.linear(input, weight, biases[0], "tanh").float().sum().backward()
+        loss = sum(output.float().sum() for output in kernl.ops.merged_linear(input, [weight, weight], [None, None]))
+        torch.autograd.backward(loss)
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+def test_opcheck(rng: torch.Generator) -> None:
+    for dtype in (torch.float32, torch.float16):
+        input, weights, biases = draw_operands(rng, 3, 8, (4, 6), dtype, torch.device("cpu"))
+        tensors = [input, *weights, *(bias for bias in biases if bias is not None)]
+        for tensor in tensors:
+            tensor.requires_grad_()
+        torch.library.opcheck(torch.ops.kernl.linear.default, (input, weights[0], biases[0], "gelu"))
+        torch.library.opcheck(torch.ops.kernl.linear.default, (input.view(1, 3, 8), weights[0], None, "none"))
+        torch.library.opcheck(torch.ops.kernl.merged_linear.default, (input, weights, biases))
+        torch.library.opcheck(torch.ops.kernl.merged_linear.default, (input, weights, [None, biases[1]]))
+
+
+def test_symbolic_shapes_add_no_guard() -> None:
+    def forward(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        output = torch.ops.kernl.linear(input, weight, None, "gelu")
+        first, second = torch.ops.kernl.merged_linear(output, [weight, weight], [None, None])
+        return first + second
+
+    graph = make_fx(forward, tracing_mode="symbolic")(torch.randn(2, 5, 8), torch.randn(8, 8))
+    assert graph(torch.randn(3, 7, 8), torch.randn(8, 8)).shape == (3, 7, 8)
+    dims = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+
+    class Model(torch.nn.Module):
+        def forward(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return forward(input, weight)
+
+    exported = torch.export.export(
+        Model(), (torch.randn(2, 5, 8), torch.randn(8, 8)), dynamic_shapes={"input": dims, "weight": None}
+    )
+    assert exported.module()(torch.randn(4, 3, 8), torch.randn(8, 8)).shape == (4, 3, 8)
+
+
+# Choice of implementation
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 128, 1024, 16384])
+@pytest.mark.parametrize("arch", [80, 86, 90, 100])
+def test_configurations_are_few_and_named_apart(arch: int, rows: int) -> None:
+    for dtype in DTYPES:
+        for tma in (False, True):
+            offered = configs(arch, rows, dtype, tma=tma)
+            assert len({config.name for config in offered}) == len(offered) <= 6
+            assert not any(config.persistent for config in offered) or (arch >= 90 and tma)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 128, 1000, 5000])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_default_is_among_the_implementations(rows: int, activation: str) -> None:
+    for inner, columns in ((768, (768,)), (3072, (768,)), (768, (768, 768, 768)), (100, (33,)), (33, (7,))):
+        problem = _Problem(
+            torch.empty(rows, inner, dtype=torch.float16),
+            [torch.empty(n, inner, dtype=torch.float16) for n in columns],
+            [None] * len(columns),
+            [torch.empty(rows, n, dtype=torch.float16) for n in columns],
+            activation,
+        )
+        assert default_implementation(problem) in implementations(problem)
+        assert "cublas" in implementations(problem)
+
+
+def test_rows_of_one_class_share_a_choice() -> None:
+    def key(rows: int) -> tuple[object, ...]:
+        weight = torch.empty(8, 16, dtype=torch.float16)
+        return problem_key(_Problem(torch.empty(rows, 16, dtype=torch.float16), [weight], [None], [weight], "none"))
+
+    assert key(2) == key(16) != key(1)
+    assert key(513) == key(1024) != key(1025)
+
+
+def test_descriptors_need_aligned_rows_and_bases() -> None:
+    wide = torch.empty(8, 136, dtype=torch.float16)
+    weight = torch.empty(16, 64, dtype=torch.float16)
+    assert fits_descriptors(wide[:, :64], [weight])
+    assert not fits_descriptors(wide[:, 1:65], [weight])
+    assert not fits_descriptors(torch.empty(8, 60, dtype=torch.float16), [torch.empty(16, 60, dtype=torch.float16)])
+    assert not fits_descriptors(wide[:, :64], [torch.empty(12, 64, dtype=torch.float16)])
+    assert not fits_descriptors(wide[:, :64], [torch.empty(64, 16, dtype=torch.float16).t()])
+    assert not fits_descriptors(wide[:1, :64].expand(8, 64), [weight])
+
+
+def test_both_switches_of_the_matmul_precision_are_read() -> None:
+    # In processes of their own: once one switch was used, PyTorch refuses to read the other.
+    program = (
+        "import torch, kernl.ops; from kernl.ops.linear import _tf32_allowed; before = _tf32_allowed(); {}; "
+        "assert (before, _tf32_allowed()) == (False, True)"
+    )
+    for switch in (
+        "torch.set_float32_matmul_precision('high')",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    ):
+        subprocess.run([sys.executable, "-c", program.format(switch)], check=True)
+
+
+def test_counters_on_the_cpu_are_fresh_zeros() -> None:
+    cells = _Counters().take(torch.device("cpu"), 7)
+    assert cells is not None and cells.shape == (7,) and not cells.any()
+
+
+# Errors
+
+
+def test_errors_name_the_argument() -> None:
+    input, weight, bias = torch.randn(2, 8), torch.randn(4, 8), torch.randn(4)
+    with pytest.raises(ValueError, match=r"weight has shape \[4, 8\]; accepted: \[N, 7\]"):
+        kernl.ops.linear(input[:, :7], weight)
+    with pytest.raises(ValueError, match=r"bias has shape \[3\]; accepted: \[4\]"):
+        kernl.ops.linear(input, weight, bias[:3])
+    with pytest.raises(ValueError, match=r"weight is torch\.float16 and input torch\.float32"):
+        kernl.ops.linear(input, weight.half())
+    with pytest.raises(ValueError, match=r"input is torch\.int64"):
+        kernl.ops.linear(input.long(), weight)
+    with pytest.raises(ValueError, match="activation is 'swish'; accepted: none, gelu"):
+        kernl.ops.linear(input, weight, bias, "swish")
+    with pytest.raises(ValueError, match="input has no dimension"):
+        kernl.ops.linear(torch.tensor(1.0), weight)
+    with pytest.raises(ValueError, match="biases has 1 entries; accepted: 2"):
+        kernl.ops.merged_linear(input, [weight, weight], [bias])
+    with pytest.raises(ValueError, match="weights is empty"):
+        kernl.ops.merged_linear(input, [])
+
+
+def test_reference_of_an_unknown_activation_is_an_error() -> None:
+    with pytest.raises(ValueError, match="activation is 'swish'"):
+        apply_activation(torch.ones(1), "swish")
+
+
+def test_merged_reference_is_the_separate_layers(rng: torch.Generator) -> None:
+    input, weights, biases = draw_operands(rng, 3, 8, (4, 6), torch.float32, torch.device("cpu"))
+    for output, weight, bias in zip(reference_merged_linear(input, weights, biases), weights, biases, strict=True):
+        torch.testing.assert_close(output, F.linear(input, weight, bias), rtol=0, atol=0)

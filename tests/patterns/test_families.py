@@ -1,0 +1,276 @@
+"""Whole models: how often each pattern matches, and that the outputs are the plain model's.
+
+Tiny configurations of transformers' models, and encoders written as plain modules with names, order and sizes of their
+own, so that nothing can depend on how one library spells things.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import kernl.patterns  # noqa: F401
+from kernl.graph import canonicalize, default_registry, rewrite
+from tests.graph.helpers import Captured, capture
+
+VOCABULARY = 60
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model, and what must be found in it, `layers` being the number of its layers."""
+
+    model: str
+    config: Mapping[str, Any]
+    layers: int = 2
+    activation: str = "linear_gelu"
+    pooler: bool = True
+    # linears that are neither query, key, value, nor followed by an activation
+    linears: Callable[[int], int] = lambda layers: 2 * layers
+    inputs: str = "text"
+
+    def build(self, attention: str) -> nn.Module:
+        torch.manual_seed(0)
+        kind = getattr(transformers, f"{self.model}Model")
+        config = getattr(transformers, f"{self.model}Config")(**self.config, attn_implementation=attention)
+        return kind(config).eval()
+
+    def example(self, batch: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
+        if self.inputs == "pixels":
+            return {"pixel_values": torch.randn(batch, 3, 16, 16)}
+        mask = torch.ones(batch, length, dtype=torch.long)
+        mask[-1, length - 2 :] = 0
+        return {"input_ids": torch.randint(3, VOCABULARY, (batch, length)), "attention_mask": mask}
+
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
+TEXT = {**SIZES, "vocab_size": VOCABULARY}
+FAMILIES = {
+    "bert": Family("Bert", {**TEXT, "num_hidden_layers": 12}, layers=12),
+    "roberta": Family("Roberta", {**TEXT, "max_position_embeddings": 64}),
+    # embeddings are projected to the hidden size by one more linear
+    "electra": Family("Electra", {**TEXT, "embedding_size": 16}, pooler=False, linears=lambda layers: 2 * layers + 1),
+    "distilbert": Family(
+        "DistilBert", {"dim": 32, "n_heads": 4, "hidden_dim": 48, "n_layers": 2, "vocab_size": VOCABULARY}, pooler=False
+    ),
+    "albert": Family(
+        "Albert", {**TEXT, "embedding_size": 16}, activation="linear_gelu_new", linears=lambda layers: 2 * layers + 1
+    ),
+    "vit": Family("ViT", {**SIZES, "image_size": 16, "patch_size": 4}, inputs="pixels"),
+}
+
+
+def check(model: nn.Module, inputs: dict[str, torch.Tensor], dynamic: bool | None = None) -> Captured:
+    """Rewrite and run a model; outputs must be the plain model's, in one graph, without new guards."""
+    with torch.no_grad():
+        expected = model(**inputs)
+    found = capture(model, registry=default_registry, strict=True, dynamic=dynamic, **inputs)
+    plain, rewritten = (getattr(each, "to_tuple", lambda each=each: each)() for each in (expected, found.result))
+    torch.testing.assert_close(rewritten, plain, atol=1e-5, rtol=1e-4)
+    assert len(found.graphs) == 1 and found.guards_added == 0
+    assert not [refusal for refusal in found.report.refusals if refusal.reason.startswith("error")]
+    return found
+
+
+def assert_counts(family: Family, found: Captured) -> None:
+    report = found.report
+    layers, tanh = family.layers, int(family.pooler)
+    assert report.matched("layer_norm") + report.matched("add_layer_norm") == 2 * layers + 1
+    assert report.matched("add_layer_norm") == 2 * layers
+    assert report.matched(family.activation) == layers
+    assert report.matched("linear_tanh") == tanh
+    assert report.matched("merged_linear") == layers
+    assert report.matched("linear") == family.linears(layers)
+    assert report.emitted()["kernl::merged_linear"] == layers
+    assert report.emitted()["kernl::linear"] == layers + tanh + family.linears(layers)
+    assert report.emitted()["kernl::attention"] == layers
+    left = report.leftover
+    for op in ("dropout", "layer_norm", "linear", "gelu", "tanh", "softmax", "scaled_dot_product_attention", "matmul"):
+        assert op not in left, f"{left[op]} {op} left"
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_and_outputs(family: str, attention: str, dynamic: bool | None) -> None:
+    kind = FAMILIES[family]
+    assert_counts(kind, check(kind.build(attention), kind.example(), dynamic))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_row_counts_the_same(family: str) -> None:
+    kind = FAMILIES[family]
+    assert_counts(kind, check(kind.build("sdpa"), kind.example(batch=1)))
+
+
+def test_one_dynamic_graph_serves_every_shape() -> None:
+    kind = FAMILIES["bert"]
+    model = kind.build("sdpa")
+    found = check(model, kind.example(3, 9), dynamic=True)
+    for batch, length in ((2, 5), (4, 13), (7, 2)):
+        inputs = kind.example(batch, length)
+        with torch.no_grad():
+            assert found.function is not None
+            torch.testing.assert_close(found.function(**inputs).to_tuple(), model(**inputs).to_tuple(), atol=1e-5, rtol=1e-4)
+    assert len(found.graphs) == 1
+
+
+def test_training_gradients_are_those_of_the_plain_model() -> None:
+    kind = FAMILIES["distilbert"]
+    model = kind.build("sdpa")
+    inputs = kind.example()
+    found = capture(model, registry=default_registry, strict=True, grad=True, **inputs)
+    assert_counts(kind, found)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    mine = torch.autograd.grad(found.result[0].cos().sum(), parameters, allow_unused=True)
+    plain = torch.autograd.grad(model(**inputs)[0].cos().sum(), parameters, allow_unused=True)
+    torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-3)
+
+
+def test_bert_large_is_rewritten_in_under_a_second() -> None:
+    config = transformers.BertConfig(**{**TEXT, "num_hidden_layers": 24, "num_attention_heads": 16})
+    model = transformers.BertModel(config).eval()
+    seconds = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        started = time.perf_counter()
+        canonicalize(gm)
+        report = rewrite(gm, strict=True)
+        seconds.append(time.perf_counter() - started)
+        assert report.matched("add_layer_norm") == 48
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(**FAMILIES["bert"].example())
+    assert seconds[0] < 1.0
+
+
+# -- encoders written as plain modules ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a random encoder is built."""
+
+    depth: int
+    heads: int
+    head_dim: int
+    pre_norm: bool
+    bias: bool
+    attention: str  # "sdpa" or by hand: "matmul", "matmul, scaled query", "bmm"
+    activation: str
+    mask: str | None  # None, "bool" or "float"
+
+    @staticmethod
+    def draw(seed: int) -> Plan:
+        choose = random.Random(seed).choice
+        return Plan(
+            depth=choose([1, 3, 5]),
+            heads=choose([1, 3, 4]),
+            head_dim=choose([8, 40]),
+            pre_norm=choose([True, False]),
+            bias=choose([True, False]),
+            attention=choose(["sdpa", "matmul"]),
+            activation=choose(["gelu", "gelu_tanh", "relu", "silu", "tanh", "quick_gelu"]),
+            mask=choose([None, "bool", "float"]),
+        )
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "silu": lambda x: x * x.sigmoid(),
+    "tanh": torch.Tensor.tanh,
+    "quick_gelu": lambda x: torch.sigmoid(x * 1.702) * x,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        width = plan.heads * plan.head_dim
+        self.looks_for, self.offers, self.carries, self.mixes = (
+            nn.Linear(width, width, bias=plan.bias) for _ in range(4)
+        )
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=plan.bias)
+        self.calm, self.settle = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width, eps=1e-6)
+
+    def attend(self, stream: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        plan = self.plan
+        rows, columns, _ = stream.shape
+        shape = (rows, columns, plan.heads, plan.head_dim)
+        carried, wanted, offered = (
+            layer(stream).view(shape).permute(0, 2, 1, 3) for layer in (self.carries, self.looks_for, self.offers)
+        )
+        if plan.attention == "sdpa":
+            visible = None if hidden is None else (~hidden if plan.mask == "bool" else hidden)
+            mixed = F.scaled_dot_product_attention(wanted, offered, carried, attn_mask=visible)
+        else:
+            scores = torch.matmul(wanted, offered.transpose(-2, -1)) / math.sqrt(plan.head_dim)
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -math.inf) if plan.mask == "bool" else scores + hidden
+            mixed = scores.softmax(-1) @ carried
+        return self.mixes(mixed.transpose(1, 2).reshape(rows, columns, -1))
+
+    def forward(self, stream: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        activation = ACTIVATIONS[self.plan.activation]
+        if self.plan.pre_norm:
+            stream = stream + self.attend(self.calm(stream), hidden)
+            return stream + self.down(activation(self.up(self.settle(stream))))
+        stream = self.calm(self.attend(stream, hidden) + stream)
+        return self.settle(stream + self.down(activation(self.up(stream))))
+
+
+class Encoder(nn.Module):
+    """Inputs are called `waves` and `silence`; nothing is called what transformers calls it."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        width = plan.heads * plan.head_dim
+        self.lift = nn.Linear(6, width)
+        self.places = nn.Parameter(torch.randn(32, width))
+        self.enter, self.leave = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block(plan) for _ in range(plan.depth))
+
+    def forward(self, waves: torch.Tensor, silence: torch.Tensor) -> torch.Tensor:
+        hidden = None if self.plan.mask is None else silence[:, None, None, :]
+        if self.plan.mask == "float":
+            hidden = hidden * -1e4
+        stream = self.enter(self.lift(waves) + self.places[: waves.shape[1]])
+        for block in self.blocks:
+            stream = block(stream, hidden)
+        return self.leave(stream)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_encoders_of_plain_modules(seed: int) -> None:
+    torch.manual_seed(seed)
+    plan = Plan.draw(seed)
+    silence = torch.zeros(3, 11, dtype=torch.bool)
+    silence[1, 7:] = True
+    if plan.mask == "float":
+        silence = silence.float()
+    inputs = {"waves": torch.randn(3, 11, 6), "silence": silence}
+    report = check(Encoder(plan).eval(), inputs, dynamic=True if seed % 2 else None).report
+    depth = plan.depth
+    assert report.matched("add_layer_norm") == 2 * depth, plan
+    # the first norm is of a table and an activation; the last one of a post-norm encoder, of no sum at all
+    assert report.matched("layer_norm") == (1 if plan.pre_norm else 2), plan
+    assert report.matched(f"linear_{plan.activation}") == depth, plan
+    assert report.matched("merged_linear") == depth, plan
+    assert report.matched("linear") == 2 * depth + 1, plan
+    assert report.emitted()["kernl::attention"] == depth, plan

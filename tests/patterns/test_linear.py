@@ -1,0 +1,229 @@
+"""Linears: with their activation however it is written, merged when they share an input, and alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kernl.patterns  # noqa: F401
+from kernl.graph import default_registry
+from tests.graph.helpers import Captured, capture
+
+torch.manual_seed(0)
+linear = nn.Linear(8, 16)
+
+
+def x(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(2, 5, 8, dtype=dtype)
+
+
+def check(function: Any, *args: torch.Tensor, dynamic: bool | None = None, tolerance: float = 1e-5) -> Captured:
+    with torch.no_grad():
+        expected = function(*args)
+    found = capture(function, *args, registry=default_registry, strict=True, dynamic=dynamic)
+    torch.testing.assert_close(found.result, expected, atol=tolerance, rtol=tolerance)
+    assert found.guards_added == 0
+    return found
+
+
+def gelu_new(x: torch.Tensor, cubic: float = 0.044715) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + cubic * torch.pow(x, 3.0))))
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "x / 2 (1 + erf)": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+    "(1 + erf) x / 2": lambda x: (torch.erf(x * 0.70710678) + 1) * x / 2,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_new": gelu_new,
+    "gelu_new, other order": lambda x: x * (0.5 * (torch.tanh(0.79788456 * (x**3 * 0.044715 + x)) + 1)),
+    "gelu_fast": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
+    "relu": F.relu,
+    "relu in place": lambda x: F.relu(x, inplace=True),
+    "silu": F.silu,
+    "x sigmoid(x)": lambda x: x * torch.sigmoid(x),
+    "sigmoid(x) x": lambda x: x.sigmoid() * x,
+    "tanh": torch.tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "nn.Module": nn.GELU(),
+}
+FUSED = {
+    **{"gelu": "gelu", "x / 2 (1 + erf)": "gelu", "(1 + erf) x / 2": "gelu", "nn.Module": "gelu"},
+    **{name: "gelu_tanh" for name in ("gelu tanh", "gelu_new", "gelu_new, other order", "gelu_fast")},
+    **{"relu": "relu", "relu in place": "relu", "silu": "silu", "x sigmoid(x)": "silu", "sigmoid(x) x": "silu"},
+    **{"tanh": "tanh", "quick_gelu": "quick_gelu"},
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str) -> None:
+    activation = ACTIVATIONS[name]
+    found = check(lambda x: activation(linear(x)), x(), dynamic=True)
+    assert found.ops() == ["kernl::linear"]
+    assert found.call("kernl::linear")["activation"] == FUSED[name]
+    assert not found.report.refusals
+
+
+def test_no_bias_and_a_single_vector() -> None:
+    plain = nn.Linear(8, 16, bias=False)
+    found = check(lambda x: F.gelu(plain(x)), torch.randn(8))
+    assert found.call("kernl::linear")["bias"] is None
+
+
+def test_other_constants_are_other_functions() -> None:
+    def refusal(function: Any, pattern: str) -> str:
+        found = check(function, x())
+        assert found.report.matched("linear") == 1 and not found.report.matched(pattern)
+        (reason,) = found.report.refused(pattern)
+        return reason
+
+    assert refusal(lambda x: gelu_new(linear(x), 0.05), "linear_gelu_new") == (
+        "the cubic coefficient is 0.05 (accepted: 0.044715)"
+    )
+    assert "the exponent is 2" in refusal(
+        lambda x: 0.5 * (y := linear(x)) * (1.0 + torch.tanh(0.7978845 * (y + 0.044715 * torch.pow(y, 2)))), "linear_gelu_new"
+    )
+    assert "the slope is 2" in refusal(lambda x: (y := linear(x)) * torch.sigmoid(2 * y), "linear_quick_gelu")
+    assert "the slope is 1" in refusal(lambda x: (y := linear(x)) * 0.5 * (1 + torch.erf(y * 1.0)), "linear_gelu_erf")
+    assert "the factor is 0.25" in refusal(
+        lambda x: (y := linear(x)) * 0.25 * (1 + torch.erf(y / math.sqrt(2))), "linear_gelu_erf"
+    )
+
+
+def test_a_linear_used_before_its_activation_too() -> None:
+    found = check(lambda x: (y := linear(x)).relu() + y, x())
+    assert found.report.refused("linear_relu") == {
+        "a value inside the match (linear) is used by add, outside the match": 1
+    }
+    assert found.report.matched("linear") == 1 and found.ops() == ["kernl::linear", "relu", "add"]
+
+
+def test_in_place_between_linear_and_activation() -> None:
+    def written(x: torch.Tensor) -> torch.Tensor:
+        y = linear(x)
+        y[0] = 1.0
+        return F.gelu(y)
+
+    def operand_written(x: torch.Tensor) -> torch.Tensor:
+        y = linear(x)
+        x.zero_()
+        return F.gelu(y)
+
+    for function in (written, operand_written):
+        tensor = x()
+        with torch.no_grad():
+            expected = function(tensor.clone())
+        found = capture(function, tensor, registry=default_registry, strict=True)
+        torch.testing.assert_close(found.result, expected)
+        assert found.report.matched("linear") == 1 and not found.report.matched("linear_gelu")
+    assert "in-place operation (zero_) writes an operand" in next(iter(found.report.refused("linear_gelu")))
+
+
+def test_refused_operands() -> None:
+    double = nn.Linear(8, 16).double()
+    found = check(lambda x: F.gelu(double(x)), x(torch.float64))
+    reason = "dtype float64 (accepted: float16, bfloat16, float32)"
+    assert found.report.refused("linear_gelu") == found.report.refused("linear") == {reason: 1}
+    assert found.ops() == ["linear", "gelu"]
+    vector = torch.randn(8)
+    found = check(lambda x, v: F.linear(x, v), x(), vector)
+    assert found.report.refused("linear") == {"the weight has 1 dimensions (accepted: 2)": 1}
+
+
+class Projections(nn.Module):
+    """Linears of one input, as many as there are sizes."""
+
+    def __init__(self, *sizes: int, bias: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, size, bias=bias) for size in sizes)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return [layer(x).cos() for layer in self.layers]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [((8,), []), ((8, 8), [2]), ((8, 4, 16), [3]), ((8,) * 4, [4]), ((8,) * 5, [3, 2]), ((8,) * 6, [3, 3]), ((4,) * 9, [3, 3, 3])],
+)
+def test_linears_of_one_input_are_merged(sizes: tuple[int, ...], groups: list[int]) -> None:
+    found = check(Projections(*sizes), x(), dynamic=True)
+    merged = [node for node in found.calls() if node.target is torch.ops.kernl.merged_linear.default]
+    assert [len(node.args[1]) for node in merged] == groups
+    assert found.report.matched("linear") == len(sizes) - sum(groups)
+    names = [weight.name for node in merged for weight in node.args[1]]
+    assert names == sorted(names), "in the order of the graph"
+
+
+def test_biases_are_optional_one_by_one() -> None:
+    model = Projections(8, 8, 8)
+    model.layers[1] = nn.Linear(8, 8, bias=False)
+    found = check(model, x())
+    biases = found.call("kernl::merged_linear")["biases"]
+    assert [bias is None for bias in biases] == [False, True, False]
+
+
+def test_what_is_not_merged() -> None:
+    first, second, third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    # one feeds the other
+    found = check(lambda x: second(first(x)) + x, x())
+    assert found.report.matched("merged_linear") == 0 and found.report.matched("linear") == 2
+    # another product lies in between
+    found = check(lambda x: (a := first(x)) + second(a) + third(x), x())
+    assert found.report.matched("merged_linear") == 0 and found.report.matched("linear") == 3
+    # an activation has taken one of them
+    found = check(lambda x: F.silu(first(x)) * second(x), x())
+    assert found.ops() == ["kernl::linear", "kernl::linear", "mul"]
+    # of another dtype
+    half = torch.randn(8, 8, dtype=torch.float64)
+    found = check(lambda x, h: (first(x), F.linear(x.double(), h)), x(), half)
+    assert found.report.matched("merged_linear") == 0
+
+
+def test_a_write_between_merged_linears_is_refused() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        one = first(x)
+        x.mul_(2)
+        return one + second(x)
+
+    tensor = x()
+    with torch.no_grad():
+        expected = function(tensor.clone())
+    found = capture(function, tensor, registry=default_registry, strict=True)
+    torch.testing.assert_close(found.result, expected)
+    assert "in-place operation (mul_)" in next(iter(found.report.refused("merged_linear")))
+    assert found.report.matched("linear") == 2
+
+
+def test_weights_are_read_where_they_are() -> None:
+    model = Projections(8, 8, 8)
+    tensor = x()
+    found = check(model, tensor)
+    with torch.no_grad():
+        model.layers[1].weight.mul_(2)
+        model.layers[2].weight.data = torch.randn(8, 8)
+        torch.testing.assert_close(found.function(tensor), model(tensor))
+    assert len(found.graphs) == 1
+
+
+def test_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = check(lambda x: F.relu(linear(x)), x(), tolerance=2e-2)
+    assert found.ops() == ["kernl::linear"] and found.result.dtype == torch.bfloat16
+
+
+def test_gradients() -> None:
+    model = Projections(8, 4, 16)
+    tensor = x().requires_grad_()
+    function = lambda x: sum(result.sum() for result in model(x)) + F.gelu(linear(x)).sum()  # noqa: E731
+    found = capture(function, tensor, registry=default_registry, strict=True, grad=True)
+    assert found.report.matched("merged_linear") == 1 and found.report.matched("linear_gelu") == 1
+    parameters = [tensor, *model.parameters(), *linear.parameters()]
+    mine = torch.autograd.grad(found.result, parameters)
+    torch.testing.assert_close(mine, torch.autograd.grad(function(tensor), parameters))
