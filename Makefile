@@ -11,7 +11,7 @@ ARGS ?=
 # Tests are many small problems: two processes of one thread each beat one process of two threads.
 WORKERS ?= 2
 
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 BENCH_OUT ?= benchmarks/results/bert
 
 ifeq ($(VENV),none)

@@ -281,11 +281,17 @@ def main() -> int:
         compile_all(shapes, dtype, arguments.workers)
         print(f"compiled in {time.perf_counter() - begin:.1f} s", flush=True)
     choices: dict[str, dict[str, Any]] = {}
+    failed = False
     for shape in shapes:
         if time.perf_counter() - begin > arguments.limit_s:
             print(f"stopped before {shape} after {time.perf_counter() - begin:.0f} s")
             break
-        rows = measure(shape, dtype, arguments.replays)
+        try:
+            rows = measure(shape, dtype, arguments.replays)
+        except Exception as error:  # such as an illegal access, after which this process can do nothing more
+            print(f"stopped at {shape}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+            failed = True
+            break
         print_shape(shape, rows)
         for row in rows:
             results.add(**row, floor_us=shape.floor_us())
@@ -301,7 +307,7 @@ def main() -> int:
     if arguments.write_table:
         print(f"table in {write_table(choices, arguments.table)}")
     print(f"{time.perf_counter() - begin:.0f} s in all")
-    return results.exit_code()
+    return max(results.exit_code(), int(failed))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ so once with the reason, and the report lists it. `strict=True` raises instead. 
 graph: that is where kernels are compiled.
 
 **Gradients.** Under `lowering="eager"` the rewritten graph runs node by node and autograd records it as it would record
-the model, kernl's ops having backward formulas of their own. Under `lowering="inductor"` AOTAutograd cuts the graph into
-forward and backward. In both cases no CUDA graph is captured.
+the model, kernl's ops having backward formulas of their own. Under `lowering="inductor"`, and for graphs with regions
+(checkpointed layers), AOTAutograd cuts the graph into forward and backward. No CUDA graph is captured in either case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from kernl.graph import RewriteReport, canonicalize, default_registry, rewrite
 from kernl.graph.memory import Storages, written_by
@@ -93,7 +93,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
             function = with_fixed_choices(function)
         function = capture_when_possible(function, inputs, options, entry)
     except Exception as error:
-        if options.strict or isinstance(error, CannotCapture):
+        if options.strict or isinstance(error, CannotCapture) or inputs.needs_tracing:
             raise
         function = run_plain(plain, entry, report, reason_of(error))
     entry.seconds = time.perf_counter() - started
@@ -103,8 +103,11 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
 class Inputs:
     """What the pipeline needs to know about a graph's inputs.
 
-    fixed: positions of parameters and buffers, whose addresses stay; kinds: their dtypes, shapes and devices. mutated: positions the graph writes to.
-    needs_grad: whether autograd will record the graph. devices: where the tensors are.
+    count, sources: how many there are, and how TorchDynamo reached them.
+    fixed: positions of parameters and buffers, whose addresses stay. kinds: their dtypes, shapes and devices.
+    mutated: positions the graph writes to.
+    needs_grad: whether autograd will record the graph. needs_tracing: whether it would do so wrongly (`has_regions`).
+    devices: where the tensors are. symbolic: whether sizes are symbols.
     """
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -122,6 +125,7 @@ class Inputs:
         self.mutated: frozenset[int] = frozenset()
         self.needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         self.devices = sorted({str(tensor.device) for tensor in tensors})
+        self.needs_tracing = self.needs_grad and has_regions(gm)
         self.symbolic = any(isinstance(value, torch.SymInt) for value in example_inputs) or any(
             isinstance(node.meta.get("example_value"), torch.SymInt) for node in placeholders
         )
@@ -134,6 +138,15 @@ class Inputs:
 def _is_module_tensor(value: Any, source: Any) -> bool:
     """Buffers: tensors that TorchDynamo reached through `module._buffers[...]`."""
     return isinstance(value, torch.Tensor) and "_buffers[" in source_name(source)
+
+
+def has_regions(gm: GraphModule) -> bool:
+    """Whether parts of the graph are graphs of their own, such as checkpointed layers.
+
+    Run node by node, a checkpointed region draws other random numbers when it is computed again for the backward pass,
+    and dropout's gradient is wrong. AOTAutograd is made for these regions.
+    """
+    return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in gm.graph.nodes)
 
 
 def source_name(source: Any) -> str:
@@ -215,16 +228,19 @@ def rewrite_graph(gm: GraphModule, options: Options) -> RewriteReport:
     return report
 
 
-def lower(
-    gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, options: Options
-) -> tuple[Runnable, str]:
+def lower(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, options: Options) -> tuple[Runnable, str]:
     """Give the rewritten graph something that runs it, and its name."""
     if options.lowering == "inductor":
         if inputs.device.type == "cpu" and not has_cpp_compiler():
             raise CannotRun('lowering="inductor" needs a C++ compiler (g++ or clang++) and none was found')
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(gm, list(example_inputs), config_patches={"triton.cudagraphs": False}), "inductor"
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches={"triton.cudagraphs": False})
+        return compiled, "inductor"
+    if inputs.needs_tracing:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager(gm, list(example_inputs)), "eager (AOTAutograd)"
     return gm.forward, "eager"
 
 
@@ -257,7 +273,9 @@ def capture_when_possible(function: Runnable, inputs: Inputs, options: Options, 
     entry.no_cuda_graph_because = obstacle_to_capture(inputs, options)
     if entry.no_cuda_graph_because is not None:
         if options.cuda_graph == "always":
-            raise CannotCapture(f'cuda_graph="always", but no CUDA graph can be captured: {entry.no_cuda_graph_because}')
+            raise CannotCapture(
+                f'cuda_graph="always", but no CUDA graph can be captured: {entry.no_cuda_graph_because}'
+            )
         if inputs.needs_grad and inputs.device.type == "cuda" and options.cuda_graph == "auto":
             warn_once(
                 "gradients",
@@ -345,7 +363,9 @@ class CompiledGraph:
         self._report = report
         self._has_run = False
         # Nothing to fall back to, or told not to.
-        self._is_on_its_own = function is plain or options.strict or options.cuda_graph == "always"
+        self._is_on_its_own = (
+            function is plain or options.strict or options.cuda_graph == "always" or inputs.needs_tracing
+        )
 
     @property
     def runner(self) -> CudaGraphRunner | None:

@@ -10,11 +10,11 @@ compiled?", and for a given kind of call the question can be asked much faster:
 3. torch's global state (gradient and inference mode, autocast, default dtype, determinism, TF32) is compared by
    the same object that TorchDynamo's guards use.
 
-**Learning.** The first call of a signature goes through TorchDynamo. Meanwhile the compiled graph notes what it is called
-with and what it returns. If one graph ran, the whole `forward` is in it, it has no side effect on Python objects, each of
-its inputs is an argument, a weight or a number that follows from the shapes, and each tensor of the result is one of its
-outputs, then the call is *understood*: a `Plan` says which argument goes to which input and how outputs become the result.
-Anything less, and calls of this signature go on through TorchDynamo; the report says why.
+**Learning.** The first call of a signature goes through TorchDynamo. Meanwhile the compiled graph notes what it is
+called with and what it returns. If one graph ran, the whole `forward` is in it, it has no side effect on Python
+objects, each of its inputs is an argument, a weight or a number that follows from the shapes, and each tensor of the
+result is one of its outputs, then the call is *understood*: a `Plan` says which argument goes to which input and how
+outputs become the result. Anything less, and calls of this signature go on through TorchDynamo; the report says why.
 
 **Serving.** A later call of that signature fills in the inputs, calls the graph and rebuilds the result.
 """
@@ -38,6 +38,7 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo import eval_frame as _eval_frame
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._device import DeviceContext
 
@@ -157,6 +158,7 @@ def obstacle_in_frame(entry_name: str) -> str | None:
     are not handed it; should it not be there, nothing is known and the front door stays closed.
     """
     frame: types.FrameType | None = sys._getframe(1)
+    output: Any = None
     while frame is not None:
         output = frame.f_locals.get("self")
         if hasattr(output, "side_effects") and hasattr(output, "compile_subgraph_reason"):
@@ -190,7 +192,18 @@ class Plan:
     call's tensor that goes there). build: makes the result from the graph's outputs and the call's tensors.
     """
 
-    __slots__ = ("_build", "_captured", "_graph", "_may_keep", "_modes", "_slots", "_template", "_world", "grad", "inference")
+    __slots__ = (
+        "_build",
+        "_captured",
+        "_graph",
+        "_may_keep",
+        "_modes",
+        "_slots",
+        "_template",
+        "_world",
+        "grad",
+        "inference",
+    )
 
     def __init__(
         self, graph: CompiledGraph, template: list[Any], slots: tuple[tuple[int, int], ...], build: Build
@@ -216,6 +229,7 @@ class Plan:
             and (not self._modes or active_function_modes() == self._modes)
             and not _count_dispatch_modes()
             and _transforms() is None
+            and _eval_frame._stance.stance == "default"
         )
 
     def suits(self, state: ModelState, model: nn.Module) -> bool:
@@ -242,8 +256,8 @@ def active_function_modes() -> tuple[Any, ...]:
 def understand(runs: Sequence[Run], result: Any, tensors: Sequence[Tensor], state: ModelState) -> Plan:
     """A plan that serves calls like the one just made.
 
-    runs: graphs that ran during the call. result: what the call returned. tensors: its tensor arguments in order. state:
-    the model as it was before and after. Raises NotUnderstood with the reason when there is no such plan.
+    runs: graphs that ran during the call. result: what the call returned. tensors: its tensor arguments in order.
+    state: the model as it was before and after. Raises NotUnderstood with the reason when there is no such plan.
     """
     if len(runs) != 1:
         raise NotUnderstood(f"the call ran {len(runs)} graphs, not one")
@@ -279,7 +293,9 @@ def understand(runs: Sequence[Run], result: Any, tensors: Sequence[Tensor], stat
         elif id(value) not in fixed:
             raise NotUnderstood(f"the graph takes a tensor that is no argument and no weight: {source_name(source)}")
 
-    sources: dict[int, tuple[str, int]] = {id(tensor): ("argument", index) for tensor, index in zip(tensors, range(len(tensors)))}
+    sources: dict[int, tuple[str, int]] = {
+        id(tensor): ("argument", index) for tensor, index in zip(tensors, range(len(tensors)))
+    }
     sources.update((id(value), ("output", index)) for index, value in enumerate(run.outputs) if value is not None)
     return Plan(graph, template, tuple(slots), builder_of(result, sources))
 
@@ -326,7 +342,7 @@ def _model_output_builder(result: Any, sources: Mapping[int, tuple[str, int]]) -
 
     Their constructor costs as much as everything else here together, so the object is put together as it was found.
     """
-    kind = type(result)
+    kind: Any = type(result)
     attributes = vars(result)
     if any(attributes.get(name) is not value for name, value in result.items()):
         raise NotUnderstood(f"the items of a {kind.__name__} are not its attributes")
@@ -349,7 +365,8 @@ class Book:
     """The plans learnt while the model was in one state."""
 
     def __init__(self, state: ModelState | None) -> None:
-        self.state = state
+        """state: None for the empty book of a model that has not been called."""
+        self.state: Any = state
         self.plans: dict[tuple[Any, ...], list[Plan]] = {}
         self.lessons: collections.Counter[tuple[Any, ...]] = collections.Counter()
 
@@ -366,30 +383,36 @@ class FrontDoor:
         self.report = report
         self.plain = plain
         self.graphs: list[CompiledGraph] = []
-        self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._names = _positional_names(plain)
         self._class_name = type(model).__name__
-        self._model = weakref.ref(model)
         self._lock = threading.Lock()
         self.open()
+        # TorchDynamo's side of the door refers back to it; without this, weights in plans would wait for the collector.
+        door = weakref.ref(self)
+        self._model = weakref.ref(model, lambda _: _close(door()))
 
     def open(self) -> None:
         """Start afresh: nothing is compiled, nothing is known."""
-        for graph in getattr(self, "graphs", []):
-            graph.release()
-        self.graphs = []
-        self.book = Book(None)
-        self._broken: dict[Any, str] = {}
+        self.close()
         self._entry_name = _new_name(self._class_name)
         entry = _with_own_code(self.plain, self._entry_name)
         self._guarded = torch.compile(entry, backend=self._compile, dynamic=self.options.dynamic)
+
+    def close(self) -> None:
+        """Let go of everything compiled and captured."""
+        graphs, self.graphs = self.graphs, []
+        self.book = Book(None)
+        self._broken: dict[Any, str] = {}
+        self._guarded: Any = None
+        for graph in graphs:
+            graph.release()
 
     def make_forward(self) -> Callable[..., Any]:
         """The function that takes the place of the model's forward."""
         door, plain, find_model, calls = self, self.plain, self._model, self.report.calls
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            model = find_model()
+            model: Any = find_model()
             if _is_compiling() or _jit_tracing_state() is not None or disabled_here.get():
                 return plain(model, *args, **kwargs)
             call = read_call(args, kwargs)
@@ -437,7 +460,6 @@ class FrontDoor:
         finally:
             _local.runs = outer
         self.report.calls.guarded += 1
-        self.last_call = args, kwargs
         if runs is not None and state is not None and call is not None:
             self._learn(model, state, call, runs, result)
         return result
@@ -480,9 +502,7 @@ class FrontDoor:
         with self._lock:
             self._broken[signature] = reason
         self.report.note(f"a kind of call runs as plain PyTorch: {reason}")
-        warn_once(
-            f"call:{id(self)}:{reason}", f"kernl runs calls of {self.report.subject} as plain PyTorch: {reason}"
-        )
+        warn_once(f"call:{id(self)}:{reason}", f"kernl runs calls of {self.report.subject} as plain PyTorch: {reason}")
         return result
 
     def _state_to_learn(self, model: nn.Module, signature: Any) -> ModelState | None:
@@ -493,7 +513,7 @@ class FrontDoor:
             return None
         if self.options.guards == "full" or self.book.lessons[signature] >= _MAX_LESSONS:
             return None
-        if _count_dispatch_modes() or _transforms():
+        if _count_dispatch_modes() or _transforms() or _eval_frame._stance.stance != "default":
             return None
         try:
             state = ModelState(model)
@@ -523,6 +543,8 @@ class FrontDoor:
                 self.book = Book(state)
             book = self.book
             if plan is None:
+                if len(book.lessons) >= _MAX_SIGNATURES:
+                    book.lessons.clear()
                 book.lessons[signature] += 1
                 return
             while len(book.plans) >= _MAX_SIGNATURES and signature not in book.plans:
@@ -530,6 +552,13 @@ class FrontDoor:
             # Served in the order of learning; a plan that fits no more is found out by `fits`.
             book.plans[signature] = [known for known in book.plans.get(signature, []) if not known.fits()] + [plan]
             self.report.calls.signatures = len(book.plans)
+
+
+def _close(door: FrontDoor | None) -> None:
+    """The model is gone, perhaps because the interpreter is going: nothing may be raised."""
+    if door is not None:
+        with contextlib.suppress(Exception):
+            door.close()
 
 
 _numbers = itertools.count()
@@ -565,10 +594,9 @@ def install_output_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     config = getattr(model, "config", None)
-    wanted = any(value for name, value in kwargs.items() if name.startswith("output_")) or any(
-        getattr(config, name, False) for name in ("output_hidden_states", "output_attentions")
-    )
-    if capturing is None or not wanted:
+    asked = [value for name, value in kwargs.items() if name.startswith("output_")]
+    asked += [getattr(config, name, None) for name in ("output_hidden_states", "output_attentions")]
+    if capturing is None or all(value is None or value is False for value in asked):
         return
     for module in model.modules():
         if _collects_outputs(type(module)):

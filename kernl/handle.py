@@ -1,10 +1,10 @@
 """`model.kernl`: what an optimised model can be asked and told.
 
-    model.kernl.report()                      what was fused, what was refused and why, what runs
-    model.kernl.warmup([(8, 512), (1, 16)])   compile and capture before the first request comes
-    model.kernl.verify(inputs)                optimised against plain results, within the error budget
-    model.kernl.refresh()                     forget what was compiled, after a change nobody can notice
-    model.kernl.memory(), .release()          what CUDA graphs hold, and give it back
+model.kernl.report()                      what was fused, what was refused and why, what runs
+model.kernl.warmup([(8, 512), (1, 16)])   compile and capture before the first request comes
+model.kernl.verify(inputs)                optimised against plain results, within the error budget
+model.kernl.refresh()                     forget what was compiled, after a change nobody can notice
+model.kernl.memory(), .release()          what CUDA graphs hold, and give it back
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class Handle:
             with _inference_unless_grad_is_off():
                 self._report.gpu_time = gpu_time_by_implementation(lambda: self.model(*args, **kwargs))
             if not self._report.gpu_time:
-                warn_once("profile", "report(profile=...) measures GPU time, and there is no GPU: that part is left out")
+                warn_once(
+                    "profile", "report(profile=...) measures GPU time, and there is no GPU: that part is left out"
+                )
         return self._report
 
     def warmup(self, shapes: Iterable[Any], progress: bool = True) -> None:
@@ -173,8 +175,8 @@ class Handle:
     def refresh(self) -> None:
         """Forget everything compiled and captured. The next call starts afresh and sees every change to the model.
 
-        Needed after changing plain Python attributes of the model's modules, which `Options(guards="fast")` does not look
-        at on every call. Weights, buffers, submodules, hooks, training mode and config are noticed without it.
+        Needed after changing plain Python attributes of the model's modules, which `Options(guards="fast")` does not
+        look at on every call. Weights, buffers, submodules, hooks, training mode and config are noticed without it.
         """
         self._door.open()
 
@@ -195,7 +197,9 @@ class Handle:
             graph.release()
 
     def _example(self, shape: Any) -> Batch:
-        if not (isinstance(shape, (tuple, list, torch.Size)) and shape and all(isinstance(size, int) for size in shape)):
+        if not (
+            isinstance(shape, (tuple, list, torch.Size)) and shape and all(isinstance(size, int) for size in shape)
+        ):
             return shape
         model = self.model
         parameters = inspect.signature(model.forward).parameters
@@ -210,8 +214,8 @@ class Handle:
         if main is not None and main != "input_ids":
             return {main: torch.zeros(tuple(shape), dtype=weight.dtype, device=weight.device)}
         raise ValueError(
-            f"shape {tuple(shape)}: the inputs of a {type(model).__name__} cannot be guessed from it; give example inputs "
-            "(a dict of keyword arguments, a tuple of positional ones, or a tensor)"
+            f"shape {tuple(shape)}: the inputs of a {type(model).__name__} cannot be guessed from it; give example "
+            "inputs (a dict of keyword arguments, a tuple of positional ones, or a tensor)"
         )
 
 
@@ -224,7 +228,8 @@ def arguments_of(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return tuple(batch), {}
     raise TypeError(
-        f"inputs are a {type(batch).__name__}; accepted: a dict of keyword arguments, a tuple of positional ones, a tensor"
+        f"inputs are a {type(batch).__name__}; accepted: a dict of keyword arguments, a tuple of positional ones, "
+        "a tensor"
     )
 
 

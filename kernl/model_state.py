@@ -11,8 +11,8 @@ as one comparison of two flat sequences that runs in C:
     tensors in attributes  the same objects
 
 Equal addresses stand for equal storage, dtype and shape: all three change only with `tensor.data = ...`, which brings
-another address (`model.half()`, `model.to(device)` and most LoRA merges do exactly this). They are the one expensive part,
-and may be left out when a CUDA-graph runner is behind the call, which looks at them as well.
+another address (`model.half()`, `model.to(device)` and some LoRA merges do exactly this). They are the one expensive
+part, and may be left out when a CUDA-graph runner is behind the call, which looks at them as well.
 
 Not checked: other plain Python attributes of modules, of the classes, of the world. That is the documented exception,
 see `kernl.Options.guards`.
@@ -50,6 +50,7 @@ _BLIND_TO_TRAINING = frozenset(
         nn.Sequential,
     }
 )
+
 
 class ModelState:
     """A snapshot of a model; `unchanged(model)` compares it with the model as it is now.

@@ -5,14 +5,14 @@
         model(**inputs)
     kernl.restore_model(model)                 # nothing of kernl is left on it
 
-Only `forward` is replaced, on the instance: `model(...)`, `transformers.pipeline`, `Trainer` and hooks on the model work
-as before. Weights, buffers, config and class are untouched.
+Only `forward` is replaced, on the instance: `model(...)`, `transformers.pipeline`, `Trainer` and hooks on the model
+work as before. Weights, buffers, config and class are untouched.
 
 **Copies are plain.** A `forward` on the instance would survive `copy.deepcopy` as a function that still runs the
-*original*. Therefore what Python saves of an optimised model (`copy.copy`, `copy.deepcopy`, `pickle`, `torch.save`) is the
-plain model, and so are the replicas of `torch.nn.DataParallel`. A copy is optimised by calling `optimize_model` on it.
+*original*. Therefore what Python saves of an optimised model (`copy.copy`, `copy.deepcopy`, `pickle`, `torch.save`) is
+the plain model, and so are the replicas of `torch.nn.DataParallel`. Call `optimize_model` on a copy to optimise it.
 
-**Twice is once.** Optimising again with the same options changes nothing; with other options it starts afresh with those.
+**Twice is once.** Optimising again with the same options changes nothing; with others it starts afresh with those.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import nn
 from kernl.backend import load_options
 from kernl.front_door import FrontDoor
 from kernl.handle import Handle, Verification, disabled
-from kernl.options import Options
 from kernl.report import Report
 
 __all__ = ["Handle", "Verification", "disabled", "optimize_model", "restore_model"]
@@ -46,12 +45,12 @@ def optimize_model(model: Model, **options: Any) -> Model:
     model: any `nn.Module` in one piece: on one device, not quantised, not offloaded, not compiled already.
     options: fields of `kernl.Options`.
 
-    Compilation happens at the first call of each kind; `model.kernl.warmup(...)` does it ahead of time. Works in training
-    mode and with gradients too, at about PyTorch's speed.
+    Compilation happens at the first call of each kind; `model.kernl.warmup(...)` does it ahead of time. Works in
+    training mode and with gradients too, at about PyTorch's speed.
 
     Raises:
         TypeError: `model` is not an nn.Module, or an option does not exist.
-        ValueError: an option's value is not accepted, or the model is of a kind kernl does not take; the message says why.
+        ValueError: an option's value is not accepted, or kernl does not take this kind of model; the message says why.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; accepted is an nn.Module (for a pipeline, its .model)")
@@ -101,10 +100,14 @@ def refuse_unfit(model: nn.Module) -> None:
             'torch.compile(model, backend="kernl"))'
         )
     if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(f"the {name} is a TorchScript module, whose graph is fixed; optimise the model it was made from")
+        raise ValueError(
+            f"the {name} is a TorchScript module, whose graph is fixed; optimise the model it was made from"
+        )
     quantised = _why_quantised(model)
     if quantised is not None:
-        raise ValueError(f"the {name} is quantised ({quantised}); kernl takes weights in fp16, bf16, fp32 and fp64")
+        raise ValueError(
+            f"the {name} is quantised or distributed ({quantised}); kernl takes plain weights in fp16, bf16, fp32 and fp64"
+        )
     for path, module in model.named_modules():
         if hasattr(module, "_hf_hook"):
             place = f"its module {path!r}" if path else "it"
@@ -113,7 +116,8 @@ def refuse_unfit(model: nn.Module) -> None:
                 "calls); load it onto one device without device_map"
             )
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
-    devices |= {str(place) for place in getattr(model, "hf_device_map", {}).values() if len(model.hf_device_map) > 1}
+    device_map: Any = getattr(model, "hf_device_map", {})
+    devices |= {str(place) for place in device_map.values() if len(device_map) > 1}
     if len(devices) > 1:
         raise ValueError(
             f"the {name} is split over several devices ({', '.join(sorted(devices))}); kernl takes models on one device"

@@ -1,4 +1,4 @@
-"""Every option of kernl in one frozen dataclass, the same for `optimize_model` and for `torch.compile(backend="kernl")`.
+"""Every option of kernl in one frozen dataclass, for `optimize_model` and `torch.compile(backend="kernl")` alike.
 
     optimize_model(model, cuda_graph="never")
     torch.compile(model, backend="kernl", options={"cuda_graph": "never"})

@@ -103,7 +103,7 @@ class GraphReport:
 class CallCounts:
     """How calls reached the compiled graphs, and why some signatures stay with TorchDynamo's guards.
 
-    direct: through the front door. guarded: through TorchDynamo. plain: plain PyTorch (disabled, or after a failure).
+    direct: through the front door. guarded: through TorchDynamo. plain: plain PyTorch, after a failure.
     signatures: kinds of calls the front door knows now.
     closed: reason -> number of times it kept the front door from learning a signature.
     """
@@ -199,7 +199,10 @@ class Report:
             yield "nothing has been compiled yet: call the model once, then ask again", None
         else:
             rewriting = self.rewriting
-            yield "what was fused", _table(_pattern_rows(rewriting), ["pattern", "matched", "refused", "ops put in"], style)
+            yield (
+                "what was fused",
+                _table(_pattern_rows(rewriting), ["pattern", "matched", "refused", "ops put in"], style),
+            )
             refused = [
                 (entry.name, count, reason)
                 for entry in rewriting.patterns.values()
@@ -209,7 +212,12 @@ class Report:
                 yield "what was refused", _table(refused, ["pattern", "times", "because"], style)
             left = ", ".join(f"{count} {name}" for name, count in rewriting.leftover.most_common())
             yield "calls left as they were", left or "none"
-            yield "graphs", _table(_graph_rows(self.graphs), ["graph", "device", "sizes", "calls", "runs as", "CUDA graphs"], style)
+            yield (
+                "graphs",
+                _table(
+                    _graph_rows(self.graphs), ["graph", "device", "sizes", "calls", "runs as", "CUDA graphs"], style
+                ),
+            )
         choices = [
             (choice.op, choice.problem, choice.choice, _best_time(choice), choice.source) for choice in tuning.choices()
         ]
@@ -230,10 +238,13 @@ class Report:
                 f"TorchDynamo's guards, {calls.plain} plain",
             )
         if calls.closed:
-            rows = [(count, reason) for reason, count in calls.closed.most_common(_MAX_REASONS)]
-            yield "front door closed", _table(rows, ["times", "because"], style)
+            closed = [(count, reason) for reason, count in calls.closed.most_common(_MAX_REASONS)]
+            yield "front door closed", _table(closed, ["times", "because"], style)
         if self.notes:
-            yield "notes", _table([(count, text) for text, count in self.notes.items()], ["times", "what happened"], style)
+            yield (
+                "notes",
+                _table([(count, text) for text, count in self.notes.items()], ["times", "what happened"], style),
+            )
 
 
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str], style: str) -> str:
@@ -259,7 +270,10 @@ def _graph_rows(graphs: Sequence[GraphReport]) -> list[tuple[Any, ...]]:
         elif graph.cuda_graphs is not None:
             state = graph.cuda_graphs()
             captured = "; ".join(
-                [f"{state['captured']} captured", *(f"{count} calls without: {why}" for why, count in state["skipped"].items())]
+                [
+                    f"{state['captured']} captured",
+                    *(f"{count} calls without: {why}" for why, count in state["skipped"].items()),
+                ]
             )
         else:
             captured = ""
@@ -271,8 +285,8 @@ def _best_time(choice: tuning.TuningEntry) -> str:
     return f"{choice.times_us[choice.choice]:.1f}" if choice.choice in choice.times_us else ""
 
 
-# Who wrote a CUDA kernel shows in its name. First match wins: cuDNN's and PyTorch's attention are made with CUTLASS too,
-# and cuBLAS carries no common prefix ("nvjet" on Hopper, "xmma", "gemm", "splitKreduce", "gemv").
+# Who wrote a CUDA kernel shows in its name. First match wins: cuDNN's and PyTorch's attention are made with CUTLASS
+# too, and cuBLAS carries no common prefix ("nvjet" on Hopper, "xmma", "gemm", "splitKreduce", "gemv").
 _IMPLEMENTATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kernl (Triton)", ("kernl_",)),
     ("cuDNN", ("cudnn",)),

@@ -3,11 +3,6 @@
 Importing this package registers all of them, through the same `kernl.register_pattern` that users call.
 """
 
-import importlib.util
-
-from kernl.patterns import dropout, linear, norm
-
-if importlib.util.find_spec("kernl.patterns.attention"):
-    from kernl.patterns import attention
+from kernl.patterns import attention, dropout, linear, norm
 
 __all__ = ["attention", "dropout", "linear", "norm"]

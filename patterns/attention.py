@@ -6,13 +6,13 @@
     matmul(softmax(matmul(query, key^T) * scale + mask), value)                  "eager": BERT, RoBERTa, ELECTRA,
                                                                                  DistilBERT, ALBERT, ViT, GPT-2, Llama
 
-The formula varies: the scale divides, or multiplies query or key instead; the scores are cast, or softmax is told a type;
-the mask is added, subtracted or filled in; dropout that does nothing stands before the last product. All of these are
-read backwards from that product. Key and value heads repeated for grouped queries are read through, and stay shared.
+The formula varies: the scale divides, or multiplies query or key instead; the scores are cast, or softmax is told a
+type; the mask is added, subtracted or filled in; dropout that does nothing stands before the last product. All of these
+are read backwards from that product. Key and value heads that were repeated for grouped queries stay shared.
 
 The mask is recovered from the arithmetic that builds it (`kernl.graph.mask`): causality becomes `is_causal`, padding
-becomes the [batch, seqlen_k] tensor it was made from, and the [batch, 1, seqlen_q, seqlen_k] tensor is never built. What
-is not recovered is passed as it is: one fused attention all the same.
+becomes the [batch, seqlen_k] tensor it was made from, and the [batch, 1, seqlen_q, seqlen_k] tensor is never built.
+What is not recovered is passed as it is: one fused attention all the same.
 
 **Queries that see no key** get what the model gives them:
 
@@ -23,13 +23,14 @@ is not recovered is passed as it is: one fused attention all the same.
   float32, inside sdpa, keeps most of the score. That is neither 0 nor the mean, but float32 can do the same arithmetic
   with a number of the same spacing: such a mask stays additive, [batch, 1, 1, seqlen_k] when it is padding.
 
-For all other queries a hidden key has weight exp(-large) = 0 in every encoding. A number that is not large (over -5000) is a
-bias and stays one.
+For all other queries a hidden key has weight exp(-large) = 0 in every encoding. A number that is not large (over -5000)
+is a bias and stays one.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,13 +84,14 @@ class Hidden:
     """Keys that a mask hides by giving their scores a value.
 
     condition: the mask as a bool tensor (True = attend) that broadcasts to the scores; None for causality alone.
-    value: a large negative number or -inf. It is added to hidden scores, in type `dtype`, or (None) takes their place.
+    value: a large negative number or -inf; it takes the place of hidden scores.
+    sums: if it is added to them instead, the types of this and of later additions.
     """
 
     visibility: Visibility
     condition: Tensor | None
     value: float = -math.inf
-    dtype: torch.dtype | None = None
+    sums: tuple[torch.dtype, ...] = ()
 
 
 @dataclass(eq=False)
@@ -138,7 +140,8 @@ def sdpa_attention(
 
     masks = Masks()
     if attn_mask is not None:
-        require(value_of(attn_mask).dim() <= len(shape), "the mask has more dimensions than the scores")
+        dims = value_of(attn_mask).dim()
+        require(dims in (len(shape), len(shape) - 1) or dims < len(shape) == 4, f"a mask of {dims} dimensions")
         if value_of(attn_mask).dtype == torch.bool:
             masks.hidden.append(Hidden(read_condition(attn_mask, sizes), attn_mask))
         else:
@@ -332,7 +335,7 @@ def _read_scores(match: Match, softmax: Node, value: Node) -> tuple[Node, Tensor
             scale *= number
         elif call.op in ("add", "sub", "masked_fill", "where"):
             require(scale == 1, "seen but unknown: the scores are scaled after a mask is added")
-            narrower = any(torch.finfo(cast).bits < torch.finfo(result.dtype).bits for cast in casts)
+            narrower = any(torch.finfo(cast).max < torch.finfo(result.dtype).max for cast in casts)
             require(not narrower, "seen but unknown: the scores are cast to a narrower type after a mask is added")
             node = _read_mask(masks, call, node, sizes, sums)
         else:
@@ -382,11 +385,15 @@ def _read_mask(masks: Masks, call: Call, node: Node, sizes: Sizes, sums: list[to
     assert number is not None
     number = round_to(number, dtype)
     require(number <= _DEEP, f"seen but unknown: hidden scores become {number:g}, which is no mask")
-    absorbs = number == -math.inf or all(spacing(number, each) >= _ABSORBING for each in sums)
-    require(absorbs, "seen but unknown: something is added to scores that a mask has filled in")
+    require(_absorbs(number, sums), "seen but unknown: something is added to scores that a mask has filled in")
     visibility = read_condition(condition, sizes, true_hides=true_hides)
     masks.hidden.append(Hidden(visibility, emit(torch.logical_not, condition) if true_hides else condition, number))
     return scores
+
+
+def _absorbs(number: float, sums: Sequence[torch.dtype]) -> bool:
+    """Whether any score added to this number, in these types, leaves it what it is."""
+    return number == -math.inf or all(spacing(number, dtype) >= _ABSORBING for dtype in sums)
 
 
 def _read_additive(
@@ -402,15 +409,16 @@ def _read_additive(
 
     sums: the types of this addition and of those that follow. given: the type the mask has when it is added.
     """
+    dims = value_of(mask).dim()
+    require(dims > 1 or sizes.batch_dim == -4, f"a mask of {dims} dimensions")
     additive = read_additive(mask, sizes, negated=negated)
     if additive is not None:
         number = round_to(additive.hidden_value, given)
         if number == 0:
             return
         if number <= _DEEP:
-            finest = min(sums, key=lambda dtype: torch.finfo(dtype).eps)
-            condition = additive.condition or emit(torch.eq, mask, 0)
-            masks.hidden.append(Hidden(additive.visibility, condition, number, finest))
+            condition = emit(torch.eq, mask, 0) if additive.condition is None else additive.condition
+            masks.hidden.append(Hidden(additive.visibility, condition, number, sums))
             return
     masks.biases.append(emit(torch.neg, mask) if negated else mask)
 
@@ -496,12 +504,10 @@ def _mask_arguments(masks: Masks, sizes: Sizes, match: Match, *, eager: bool = F
         # Autocast gives the op finfo.min as -inf, which the formula adds in float32.
         return bias, None, False, "mean" if eager and match.autocast else "zero"
 
-    value, dtype = hidden[0].value, hidden[0].dtype
-    if len(hidden) > 1:
-        alike = all(each.value == value for each in hidden) and (
-            value == -math.inf or all(each.dtype is None for each in hidden)
-        )
-        require(alike, "seen but unknown: several masks whose numbers add up")
+    value, sums = hidden[0].value, hidden[0].sums
+    if len(hidden) > 1 and value != -math.inf:
+        require(not any(each.sums for each in hidden), "seen but unknown: several masks whose numbers add up")
+    require(all(each.value == value for each in hidden), "seen but unknown: several masks that hide differently")
     is_causal = any(each.visibility.is_causal for each in hidden)
     key_padding = all_of(each.visibility.key_padding for each in hidden)
     # What is recovered of an incomplete mask stands beside the mask itself: it tells the kernel which tiles to skip.
@@ -510,21 +516,20 @@ def _mask_arguments(masks: Masks, sizes: Sizes, match: Match, *, eager: bool = F
 
     if not rows_may_be_hidden or value == -math.inf:
         hidden_rows = "zero"
-    elif dtype is None or spacing(value, dtype) >= _ABSORBING:
+    elif _absorbs(value, sums):
         hidden_rows = "mean"
     else:
-        require(
-            bias is None, f"a bias and a mask of {value:g} in {short(dtype)}, where the mask does not absorb scores"
-        )
-        require(not match.autocast, f"a mask of {value:g} in {short(dtype)} under autocast")
+        case = f"a mask of {value:g} in {short(sums[0])}, which does not absorb the scores"
+        require(bias is None and len(set(sums)) == 1, f"{case}, and other additions")
+        require(not match.autocast, f"{case}, under autocast")
         shown = condition
         if shown is None and not is_causal:
             assert key_padding is not None
-            shown = emit(torch.Tensor.__getitem__, key_padding, (slice(None), *(None,) * (-sizes.batch_dim - 2)))
+            shown = emit(operator.getitem, key_padding, (slice(None), *(None,) * (-sizes.batch_dim - 2)))
         if shown is None:
             shown = hidden[0].condition
         zero = emit(torch.zeros, (), dtype=torch.float32, device=value_of(match.root).device)
-        return emit(torch.where, shown, zero, shifted_to_float32(value, dtype)), None, False, "zero"
+        return emit(torch.where, shown, zero, shifted_to_float32(value, sums[0])), None, False, "zero"
     if condition is not None and bias is not None:
         bias, condition = emit(torch.where, condition, bias, -math.inf), None
     return bias if condition is None else condition, key_padding, is_causal, hidden_rows

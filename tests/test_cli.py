@@ -163,7 +163,17 @@ def test_coverage_of_an_unknown_pattern(capsys: pytest.CaptureFixture[str], tmp_
     [
         ("vit", {"image_size": 32, "patch_size": 16}),
         ("t5", {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 64}),
-        ("whisper", {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 20, "decoder_layers": 2}),
+        (
+            "whisper",
+            {
+                "d_model": 32,
+                "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2,
+                "decoder_layers": 2,
+                "num_mel_bins": 8,
+                "max_source_positions": 20,
+            },
+        ),
         ("clip", {}),
     ],
 )

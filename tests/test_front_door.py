@@ -411,6 +411,13 @@ def test_default_device(served: tiny.Encoder) -> None:
     assert check(served, x)
 
 
+def test_the_compilers_stance(served: tiny.Encoder) -> None:
+    x = tiny.activations()
+    with torch.compiler.set_stance("force_eager"):
+        assert not check(served, x)
+    assert check(served, x)
+
+
 def test_modes_and_transforms(served: tiny.Encoder) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -20,8 +20,8 @@ vanishes, which is how the all-true masks of bidirectional models do. What is le
 knows: "causal" is i_-2 - i_-1 >= 0, and "key padding" is a bool [batch, seqlen_k] at (i_-4, i_-1).
 
 Everything here is exact or nothing: what is not understood is a tensor of its own, never a guess. Sizes may be
-symbolic; they are compared with `statically_known_true`, which adds no guard. Memory that somebody writes in place is not looked
-through.
+symbolic; they are compared with `statically_known_true`, which adds no guard. Memory that somebody writes in place is
+not looked through.
 """
 
 from __future__ import annotations
@@ -797,7 +797,7 @@ def _is_identity(gathered: Gathered, value: torch.Tensor) -> bool:
 
 
 def _replace_identities(predicate: Predicate, node: Node, value: torch.Tensor) -> Predicate:
-    """Let a bool tensor that tests others of its size element by element stand for itself: nothing is computed twice."""
+    """Let a bool tensor that tests others of its size element by element stand for itself: nothing is done twice."""
     tests = [atom for atom in predicate.atoms if isinstance(atom, Tested) and _is_identity(atom.gathered, value)]
     if not tests or len(tests) < len(predicate.atoms):
         return predicate

@@ -127,10 +127,9 @@ def place_of_tile(
 @triton.jit
 def load_bias(bias_ptr, columns, N, which, BIAS_MASK: tl.constexpr, COUNT: tl.constexpr):
     """Bias of some columns of output `which`, fp32. Bit i of BIAS_MASK: output i has a bias, the others get zeros."""
-    mask = columns < N
     if BIAS_MASK != (1 << COUNT) - 1:
-        mask = mask & ((BIAS_MASK >> which) % 2 == 1)
-    return tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        N = N * ((BIAS_MASK >> which) & 1)
+    return tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -708,8 +707,9 @@ def launch_activation(values: torch.Tensor, activation: str, *, use_pdl: bool = 
 
 
 def _tiles_case(
-    config: LinearConfig, dtype: torch.dtype, activation: str, count: int, pdl: bool, *, even: bool = True
+    config: LinearConfig, dtype: torch.dtype, activation: str, count: int, pdl: bool, *, inner: int = 4096
 ) -> AotCase:
+    aligned = inner % 16 == 0
     pointer = "*" + TRITON_TYPES[dtype]
     signature = {"input_ptr": pointer, "M": "i32", "K": "i32", "stride_input_m": "i32"}
     constexprs: dict[str, object] = {"stride_weight_k": 1}
@@ -738,7 +738,7 @@ def _tiles_case(
         "BLOCK_K": config.block_k,
         "K_GROUPS": config.k_groups,
         "SPLIT_K": config.split_k,
-        "EVEN_K": even,
+        "EVEN_K": inner % config.block_k == 0,
         "GROUP_M": _GROUP_M,
         "INPUT_PRECISION": "ieee",
         "PREFETCH_SPAN": 1024 if pdl else 0,
@@ -750,7 +750,7 @@ def _tiles_case(
         *(f"N{i}" for i in range(count)),
         *(f"stride_weight{i}_n" for i in range(count)),
     )
-    name = f"{config.name}-{TRITON_TYPES[dtype]}-{activation}-{count}" + ("" if even else "-any_k")
+    name = f"{config.name}-{TRITON_TYPES[dtype]}-{activation}-{count}" + ("" if inner == 4096 else f"-K{inner}")
     return AotCase(
         name,
         kernl_linear_tiles,
@@ -758,7 +758,7 @@ def _tiles_case(
         constexprs,
         config.num_warps,
         config.num_stages,
-        divisible_by_16=divisible if even else (),
+        divisible_by_16=divisible if aligned else (),
         options={"launch_pdl": True} if pdl else {},
     )
 
@@ -826,11 +826,14 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
                 if case.name not in seen:
                     seen.add(case.name)
                     yield case
-    for config in (*configs(arch, 16, torch.float32, tma=False),):
+    for config in configs(arch, 16, torch.float32, tma=False):
         yield _tiles_case(config, torch.float32, "gelu", 1, hopper)
     few = configs(arch, 16, torch.float16, tma=False)[0]
     yield _tiles_case(few, torch.bfloat16, "tanh", 1, hopper)
-    yield _tiles_case(few, torch.float16, "silu", 1, hopper, even=False)
+    yield _tiles_case(few, torch.float16, "silu", 1, hopper, inner=4097)
+    for config in configs(arch, 16, torch.float16, tma=False):
+        if 768 % config.block_k:
+            yield _tiles_case(config, torch.float16, "gelu", 1, hopper, inner=768)
     for dtype in (torch.float16, torch.float32):
         yield AotCase(
             f"activation-{TRITON_TYPES[dtype]}",

@@ -247,6 +247,7 @@ def _plain_pytorch(
         and query.shape[3] == value.shape[3]
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and min(query.numel(), key.numel()) > 0
+        and scale != 0  # it scales -inf as well
         and (attn_mask is None or attn_mask.dtype in (torch.bool, query.dtype))
     )
     if fused:

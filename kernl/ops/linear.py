@@ -278,28 +278,35 @@ def default_implementation(problem: _Problem) -> str:
     if not offered:
         return "cublas"
     sm_count = capability_of(problem.input.device).sm_count or 132
-    rows, columns, inner = problem.rows, problem.columns, problem.input.shape[1]
-    if rows > 256 and problem.activation == "none" and len(columns) == 1 and problem.input.is_cuda:
+    if problem.rows > 512 and problem.activation == "none" and len(problem.columns) == 1 and problem.input.is_cuda:
         # Nothing to fuse. Ours win only where cuBLAS's tiles fit the chip badly, which is for measurements to find.
         return "cublas"
-    return min(offered, key=lambda config: _expected_cost(config, rows, columns, inner, sm_count)).name
+    return min(offered, key=lambda config: _expected_clocks(config, problem, sm_count)).name
 
 
-def _expected_cost(config: LinearConfig, rows: int, columns: Sequence[int], inner: int, sm_count: int) -> float:
-    """Relative time: the work of the busiest SM, with what each tile or each step costs beside its products."""
-    tiles = config.tiles(rows, columns) * config.split_k
-    per_sm = -(-tiles // sm_count)
-    tile_n = config.block_n + config.tail_n
+def _expected_clocks(config: LinearConfig, problem: _Problem, sm_count: int) -> float:
+    """Rough GPU clocks: the work of the busiest SM, by products or by bytes, and what each tile costs beside them.
+
+    The rates are an H200's (per clock and SM: 1640 multiply-adds, 50 bytes from L2). What decides is the ratio of the
+    parts, which differs little between the GPUs that have these kernels.
+    """
+    tile_m, tile_n = config.block_m, config.block_n + config.tail_n
+    inner = problem.input.shape[1] / config.split_k
+    tiles = config.tiles(problem.rows, problem.columns) * config.split_k
+    tiles_of_busiest = -(-tiles // sm_count)
+    products = tile_m * tile_n * inner / 1640
+    transfer = (tile_m + tile_n) * inner * problem.input.element_size() / 50
+    epilogue = tile_m * tile_n * (6 if problem.activation == "none" else 14) / 128
+    per_tile = max(products, transfer) + epilogue / config.programs_per_sm
     if config.persistent:
-        # Columns of K that a tile's prologue and epilogue cost: hidden in part when two programs share an SM.
-        overhead = 320 if config.programs_per_sm == 1 else 160
-        # Large tiles reuse each operand more often.
-        efficiency = {64 * 64: 0.5, 64 * 128: 0.75, 128 * 128: 0.9, 128 * 192: 0.95}.get(config.block_m * tile_n, 1.0)
-        return per_sm * config.block_m * tile_n * (inner + overhead) / efficiency
-    # Few rows: bytes through the busiest SM, plus a latency for the launch and for handing partial sums over.
-    bytes_per_tile = (config.block_m + tile_n) * inner / config.split_k
-    handover = 0 if config.split_k == 1 else 40_000
-    return per_sm * (bytes_per_tile + 16_000) + handover
+        # Two accumulators keep the compiler from loading the next tile during the epilogue.
+        once = 0.0
+        per_tile += 1500 if config.tail_n else 300
+    else:
+        per_tile += 600
+        # Dependent matrix instructions of one program, and handing partial sums over.
+        once = 25 * inner / (16 * config.k_groups) + (1600 if config.split_k > 1 else 0)
+    return tiles_of_busiest * per_tile + once
 
 
 def _row_class(rows: int) -> int:
