@@ -159,7 +159,9 @@ def make_problem(shape: Shape, dtype: torch.dtype, seed: int) -> Problem:
     query, key, value = (projection[:, :, part].transpose(1, 2) for part in range(3))
     attn_mask = key_padding = None
     if "bias" in shape.options:
-        attn_mask = torch.randn(1, shape.heads, shape.tokens, shape.tokens, device="cuda", generator=generator).to(dtype)
+        attn_mask = torch.randn(1, shape.heads, shape.tokens, shape.tokens, device="cuda", generator=generator).to(
+            dtype
+        )
     if "padding" in shape.options:
         share = torch.linspace(0.6, 1.0, shape.batch, device="cuda") if shape.batch > 1 else torch.tensor([0.8]).cuda()
         order = torch.randperm(shape.batch, device="cuda", generator=generator)
@@ -222,9 +224,13 @@ def flex_attention_calls(problems: Sequence[Problem]) -> list[Callable[[], Any]]
 def candidates(problems: Sequence[Problem], flex: bool) -> Iterator[tuple[str, Callable[[], list[Callable[[], Any]]]]]:
     """Name of each way, and what makes its calls (making them may fail)."""
     for name, backend in _PEERS.items():
-        yield name, lambda backend=backend: [
-            lambda problem=problem: problem.sdpa(backend) for problem in problems  # type: ignore[misc]
-        ]
+        yield (
+            name,
+            lambda backend=backend: [
+                lambda problem=problem: problem.sdpa(backend)
+                for problem in problems  # type: ignore[misc]
+            ],
+        )
     if flex:
         yield "flex", lambda: flex_attention_calls(problems)
     for name in problems[0].implementations()[0]:
@@ -344,11 +350,15 @@ def main() -> int:
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--flex", action="store_true", help="compare with FlexAttention too (compiles 5 s a shape)")
     parser.add_argument("--write-table", action="store_true", help="write the fastest ways to the shipped table")
-    parser.add_argument("--table", type=Path, help="where --write-table writes (default: kernl/runtime/tuned/<gpu>.json)")
+    parser.add_argument(
+        "--table", type=Path, help="where --write-table writes (default: kernl/runtime/tuned/<gpu>.json)"
+    )
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--limit-s", type=float, default=1e9, help="start no shape after that many seconds")
-    parser.add_argument("--out", metavar="FOLDER", help="where the JSON file goes (default: benchmarks/results/attention)")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="where the JSON file goes (default: benchmarks/results/attention)"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/attention.py needs a CUDA device", file=sys.stderr)

@@ -91,7 +91,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         function, entry.lowering = lower(gm, example_inputs, inputs, options)
         if options.deterministic:
             function = with_fixed_choices(function)
-        function = capture_when_possible(function, inputs, options, entry)
+        function = capture_when_possible(function, inputs, options, entry, report)
     except Exception as error:
         if options.strict or isinstance(error, CannotCapture) or inputs.needs_tracing:
             raise
@@ -268,7 +268,9 @@ def _deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def capture_when_possible(function: Runnable, inputs: Inputs, options: Options, entry: GraphReport) -> Runnable:
+def capture_when_possible(
+    function: Runnable, inputs: Inputs, options: Options, entry: GraphReport, report: Report
+) -> Runnable:
     """Put the CUDA-graph runner around the function, or say why not."""
     entry.no_cuda_graph_because = obstacle_to_capture(inputs, options)
     if entry.no_cuda_graph_because is not None:
@@ -283,6 +285,15 @@ def capture_when_possible(function: Runnable, inputs: Inputs, options: Options, 
                 "inference call it under torch.inference_mode() or torch.no_grad()",
             )
         return function
+
+    def on_skip(reason: str) -> None:
+        if reason in _ORDINARY_SKIPS:
+            return
+        if options.strict:
+            raise CannotCapture(reason)
+        report.note(f"{entry.name}: calls run without a CUDA graph: {reason}")
+        warn_once(f"skip:{reason}", f"kernl runs calls of {report.subject} without a CUDA graph: {reason}")
+
     function = for_these_weights(function, inputs)
     make_runner = InsistentRunner if options.cuda_graph == "always" else CudaGraphRunner
     runner = make_runner(
@@ -291,9 +302,14 @@ def capture_when_possible(function: Runnable, inputs: Inputs, options: Options, 
         mutated_inputs=inputs.mutated,
         max_graphs=options.max_graphs,
         static_outputs=options.static_outputs,
+        on_skip=on_skip,
     )
     entry.cuda_graphs = lambda: {"captured": runner.graph_count(), "skipped": dict(runner.skips)}
     return runner
+
+
+# Reasons of the runner that are the caller's doing, not a failure.
+_ORDINARY_SKIPS = frozenset({"gradients are needed", "the caller is capturing a graph itself"})
 
 
 class WeightsChanged(RuntimeError):
@@ -378,7 +394,7 @@ class CompiledGraph:
         before = {} if self._has_run else {i: inputs[i].detach().clone() for i in self.inputs.mutated}
         try:
             outputs = self._function(*inputs)
-        except WeightsChanged:
+        except (WeightsChanged, CannotCapture):
             raise
         except Exception as error:
             if self._has_run and self.inputs.mutated:

@@ -196,7 +196,6 @@ class Plan:
         "_build",
         "_captured",
         "_graph",
-        "_may_keep",
         "_modes",
         "_slots",
         "_template",
@@ -213,8 +212,6 @@ class Plan:
         self._slots = slots
         self._build = build
         self._captured: CapturedGraph | None = None
-        # A tensor on the CPU may be part of the CUDA graph's key by its value.
-        self._may_keep = graph.inputs.device.type == "cuda" and len(graph.inputs.devices) == 1
         self.grad = torch.is_grad_enabled()
         self.inference = _is_inference()
         self._modes = active_function_modes()
@@ -244,7 +241,8 @@ class Plan:
         if self._captured is not None:
             return self._build(self._captured.replay(inputs), tensors)
         outputs = self._graph(*inputs)
-        if self._may_keep and self._graph.runner is not None:
+        if self._graph.runner is not None:
+            # All of the call's tensors are on the GPU, or there would be no runner: its key is part of the signature.
             self._captured = self._graph.runner.lookup(inputs)
         return self._build(outputs, tensors)
 
@@ -393,17 +391,19 @@ class FrontDoor:
 
     def open(self) -> None:
         """Start afresh: nothing is compiled, nothing is known."""
-        self.close()
         self._entry_name = _new_name(self._class_name)
         entry = _with_own_code(self.plain, self._entry_name)
-        self._guarded = torch.compile(entry, backend=self._compile, dynamic=self.options.dynamic)
+        self._start_with(torch.compile(entry, backend=self._compile, dynamic=self.options.dynamic))
 
     def close(self) -> None:
-        """Let go of everything compiled and captured."""
+        """Let go of everything compiled and captured; no call may follow."""
+        self._start_with(None)
+
+    def _start_with(self, guarded: Callable[..., Any] | None) -> None:
         graphs, self.graphs = self.graphs, []
-        self.book = Book(None)
+        self._guarded: Any = guarded
         self._broken: dict[Any, str] = {}
-        self._guarded: Any = None
+        self.book = Book(None)
         for graph in graphs:
             graph.release()
 

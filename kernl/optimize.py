@@ -106,7 +106,7 @@ def refuse_unfit(model: nn.Module) -> None:
     quantised = _why_quantised(model)
     if quantised is not None:
         raise ValueError(
-            f"the {name} is quantised or distributed ({quantised}); kernl takes plain weights in fp16, bf16, fp32 and fp64"
+            f"the {name} is quantised or distributed ({quantised}); kernl takes plain weights in fp16, bf16, fp32, fp64"
         )
     for path, module in model.named_modules():
         if hasattr(module, "_hf_hook"):

@@ -235,6 +235,11 @@ class Predicate:
         neither = self.inverted().and_(other.inverted())
         return None if neither is None else neither.inverted()
 
+    def equals(self, other: Predicate) -> bool:
+        """Whether they are put together alike; what differs may still mean the same."""
+        alike = self.negated == other.negated and len(self.atoms) == len(other.atoms)
+        return alike and all(map(_same_atom, self.atoms, other.atoms))
+
     def always(self) -> bool | None:
         """True or False when it is that everywhere."""
         return None if self.atoms else not self.negated
@@ -255,6 +260,17 @@ class Select:
 
 
 Value = Affine | Gathered | Predicate | Select
+
+
+def _same_atom(one: Affine | Tested, other: Affine | Tested) -> bool:
+    if isinstance(one, Affine) and isinstance(other, Affine):
+        return one.equals(other)
+    if not isinstance(one, Tested) or not isinstance(other, Tested) or one.holds_if != other.holds_if:
+        return False
+    mine, its = one.gathered, other.gathered
+    same_elements = mine.carrier is its.carrier and mine.steps == its.steps
+    return same_elements and all(map(Affine.equals, mine.indices, its.indices))
+
 
 TRUE, FALSE = Predicate(), Predicate(negated=True)
 _INDEX_DTYPES = (torch.int64, torch.int32)
@@ -637,8 +653,14 @@ class _Reader:
             return None
         yes, no = _rounded(yes, value.dtype), _rounded(no, value.dtype)
         x, y = _constant(yes), _constant(no)
+        source = condition if isinstance(condition, Node) else None
         if x is not None and y is not None:
-            return Select(where, x, y, condition if isinstance(condition, Node) else None)
+            return Select(where, x, y, source)
+        if x is not None and no.condition.equals(where):
+            return Select(where, x, no.on_false, source)
+        if x is not None and no.condition.equals(where.inverted()):
+            # where(p, x, p ? a : b) = p ? x : b
+            return Select(where, x, no.on_true, source)
         if y is not None and y in (yes.on_true, yes.on_false):
             # where(p, q ? x : y, y) = (p and q) ? x : y
             inner = yes if yes.on_false == y else _flipped(yes)

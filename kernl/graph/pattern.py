@@ -19,24 +19,36 @@ leaves the others to be tried.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from kernl.graph.table import COMMUTATIVE, DIM_NAMES, REQUIRED, SCHEMAS, call_of, normalize_dim, value_of
+from kernl.graph.table import (
+    COMMUTATIVE,
+    DIM_NAMES,
+    DROPOUTS,
+    REQUIRED,
+    SCHEMAS,
+    call_of,
+    does_nothing,
+    normalize_dim,
+    value_of,
+)
 
 Bindings = dict[str, Any]
 # What a partial match holds: the names bound so far and the nodes taken into the match.
 State = tuple[Bindings, frozenset[Node]]
 
 
-class Pattern:
-    """The base of all patterns; `fit` extends a partial match by one argument of a call."""
+class Pattern(ABC):
+    """The base of all patterns."""
 
+    @abstractmethod
     def fit(self, argument: Any, state: State) -> Iterator[State]:
-        raise NotImplementedError
+        """Every way to extend a partial match by an argument of a call."""
 
     def match(self, node: Node) -> Iterator[State]:
         """Every way in which this pattern fits with `node` as its result."""
@@ -121,7 +133,10 @@ class Literal(Pattern):
         self.value = value
 
     def fit(self, argument: Any, state: State) -> Iterator[State]:
-        if not isinstance(argument, Node) and type(argument) is type(self.value) and argument == self.value:
+        if isinstance(argument, Node):
+            return
+        both_numbers = all(type(each) in (int, float) for each in (argument, self.value))
+        if (both_numbers or type(argument) is type(self.value)) and argument == self.value:
             yield state
 
 
@@ -170,7 +185,10 @@ class Either(Pattern):
 
 
 class Through(Pattern):
-    """`pattern`, or `pattern` followed by any number of one-operand operations, whatever their other arguments."""
+    """`pattern`, or `pattern` followed by any number of one-operand operations, whatever their other arguments.
+
+    A dropout is gone through only when it does nothing.
+    """
 
     def __init__(self, pattern: Any, *ops: str):
         self.pattern, self.ops = as_pattern(pattern), ops
@@ -178,7 +196,7 @@ class Through(Pattern):
     def fit(self, argument: Any, state: State) -> Iterator[State]:
         yield from self.pattern.fit(argument, state)
         call = call_of(argument)
-        if call is not None and call.op in self.ops:
+        if call is not None and call.op in self.ops and (call.op not in DROPOUTS or does_nothing(call)):
             bindings, nodes = state
             yield from self.fit(call["input"], (bindings, nodes | {argument}))
 

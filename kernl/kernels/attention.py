@@ -44,7 +44,7 @@ Bytes and flops
 
 from __future__ import annotations
 
-import math, os
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -286,8 +286,11 @@ def _attend(
         "seqlen_q",
         "seqlen_k",
         "query_stride_b",
+        "query_stride_h",
         "key_stride_b",
+        "key_stride_h",
         "value_stride_b",
+        "value_stride_h",
         "mask_stride_b",
         "mask_stride_h",
         "mask_stride_m",
@@ -345,7 +348,6 @@ def kernl_attention_forward(
     USE_TMA: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
-    TEST_STAGES: tl.constexpr = 2,
 ):
     wait_for_previous_kernel(USE_PDL)
     let_next_kernel_start(USE_PDL)
@@ -419,7 +421,8 @@ def kernl_attention_forward(
     result = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for TEST_KEYS in tl.static_range(2):
         tiles = tiles_before + tiles_after if TEST_KEYS else (full_end - full_start) // BLOCK_N
-        for tile in tl.range(0, tiles, num_stages=TEST_STAGES if TEST_KEYS else None):
+        # The tested loop is short, and a deeper pipeline would cost it registers.
+        for tile in tl.range(0, tiles, num_stages=2 if TEST_KEYS else None):
             start_n = full_start + tile * BLOCK_N
             if TEST_KEYS:
                 after = full_end + (tile - tiles_before) * BLOCK_N
@@ -507,9 +510,7 @@ def kernl_attention_forward(
         result.to(output.dtype.element_ty),
         mask=(query_rows < seqlen_q)[:, None] & (columns < VALUE_DIM)[None, :],
     )
-    tl.store(
-        logsumexp + batch_head.to(tl.int64) * seqlen_q + query_rows, row_logsumexp, mask=query_rows < seqlen_q
-    )
+    tl.store(logsumexp + batch_head.to(tl.int64) * seqlen_q + query_rows, row_logsumexp, mask=query_rows < seqlen_q)
 
 
 @dataclass(frozen=True)
@@ -545,48 +546,93 @@ def block_of(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-# By the padded head dimension (the larger of the two): tilings from many queries a program to few, as
-# (BLOCK_M, BLOCK_N, num_warps, num_stages). Each compiles without spills, in the shared memory of the chips it is for.
+# By the padded head dimension (the larger of the two): tilings from many queries a program to few. Each compiles without
+# spills, in the shared memory of the chips it is for. A cap on registers buys a second (third) program per multiprocessor.
 _HOPPER = {
-    64: ((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (32, 64, 4, 3), (16, 64, 4, 3)),
-    128: ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2), (32, 64, 4, 3), (16, 64, 4, 3)),
-    256: ((128, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2), (16, 64, 4, 2)),
+    64: (
+        Configuration(128, 64, 8, 3, uses_tma=True, max_registers=128),
+        Configuration(128, 128, 8, 2),
+        Configuration(128, 32, 8, 3, uses_tma=True, max_registers=128),
+        Configuration(64, 64, 4, 3, uses_tma=True, max_registers=168),
+        Configuration(64, 64, 4, 3, max_registers=168),
+        Configuration(64, 32, 4, 3),
+        Configuration(32, 64, 4, 2),
+        Configuration(16, 64, 4, 3),
+        Configuration(16, 32, 4, 3),
+    ),
+    128: (
+        Configuration(128, 64, 8, 3, uses_tma=True),
+        Configuration(128, 32, 8, 3),
+        Configuration(64, 64, 4, 2, uses_tma=True),
+        Configuration(64, 32, 4, 3, uses_tma=True),
+        Configuration(64, 32, 4, 3),
+        Configuration(32, 64, 4, 2),
+        Configuration(16, 64, 4, 3),
+        Configuration(16, 32, 4, 3),
+    ),
+    256: (
+        Configuration(64, 32, 8, 2, uses_tma=True),
+        Configuration(64, 32, 8, 2),
+        Configuration(32, 32, 8, 2),
+    ),
 }
 _AMPERE = {
-    64: ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (32, 64, 4, 3), (16, 64, 4, 3)),
-    128: ((128, 64, 8, 2), (64, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
-    256: ((64, 32, 4, 1), (32, 32, 4, 2), (16, 32, 4, 2)),
+    64: (Configuration(128, 64, 8, 3), Configuration(64, 64, 4, 3), Configuration(16, 64, 4, 3)),
+    128: (Configuration(128, 32, 8, 2), Configuration(64, 32, 4, 2), Configuration(16, 32, 4, 2)),
+    256: (Configuration(64, 32, 8, 1), Configuration(32, 32, 8, 2)),
+}
+# A mask with a row per query takes registers: a pointer and a value an element where its rows are not aligned.
+_HOPPER_ALIGNED_MASK = {
+    64: (
+        Configuration(128, 32, 8, 3, uses_tma=True, max_registers=128),
+        Configuration(64, 64, 4, 3, uses_tma=True, max_registers=168),
+    ),
+    128: (Configuration(64, 32, 4, 3, uses_tma=True),),
+    256: (),
+}
+_HOPPER_MASK = {
+    64: (Configuration(64, 32, 4, 3, uses_tma=True), Configuration(64, 32, 4, 3), Configuration(16, 32, 4, 2)),
+    128: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
+    256: (Configuration(32, 32, 8, 2),),
+}
+_AMPERE_MASK = {
+    64: (Configuration(64, 32, 4, 3), Configuration(16, 32, 4, 2)),
+    128: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
+    256: (Configuration(32, 32, 8, 2),),
 }
 _TF32 = {
-    64: ((64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
-    128: ((64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
-    256: ((32, 16, 4, 1), (16, 16, 4, 1)),
+    64: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
+    128: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
+    256: (Configuration(16, 16, 4, 2),),
 }
 # Without tensor cores the operands of a product are held in registers: small tiles.
 _IEEE = {
-    64: ((32, 32, 4, 2), (16, 32, 4, 2)),
-    128: ((32, 32, 8, 2), (16, 32, 4, 2)),
-    256: ((16, 16, 8, 1),),
+    64: (Configuration(32, 16, 4, 1), Configuration(16, 16, 4, 2)),
+    128: (Configuration(16, 16, 8, 1),),
+    256: (Configuration(16, 16, 8, 1),),
 }
 # Cost in the interpreter is per operation, not per element.
 _INTERPRETED = (Configuration(64, 64, 4, 1),)
 
 
 def configurations(
-    arch: int, dtype: torch.dtype, head_dim: int, value_dim: int, input_precision: str
+    arch: int, dtype: torch.dtype, head_dim: int, value_dim: int, *, input_precision: str, mask_alignment: int = 0
 ) -> tuple[Configuration, ...]:
-    """The tilings worth trying on sm_`arch`, those with many queries a program first."""
+    """The tilings worth trying on sm_`arch`, those with many queries a program first.
+
+    input_precision: "tf32" or "ieee", for float32. mask_alignment: 0 for no mask or one that is the same for all queries,
+    else that of the mask's rows (see `alignment_of`).
+    """
     if arch == 0:
         return _INTERPRETED
     width = max(block_of(head_dim), block_of(value_dim), 64)
     if dtype == torch.float32:
-        table = _IEEE if input_precision == "ieee" else _TF32
-    else:
-        table = _HOPPER if arch >= 90 else _AMPERE
-    found = [Configuration(*sizes) for sizes in table[width]]
-    if table is _HOPPER:
-        found += [Configuration(*sizes, uses_tma=True) for sizes in table[width] if sizes[0] >= 64]
-    return tuple(found)
+        return (_IEEE if input_precision == "ieee" else _TF32)[width]
+    if arch < 90:
+        return (_AMPERE if mask_alignment == 0 else _AMPERE_MASK)[width]
+    if mask_alignment == 0:
+        return _HOPPER[width]
+    return (_HOPPER_ALIGNED_MASK[width] if mask_alignment > 1 else ()) + _HOPPER_MASK[width]
 
 
 def default_configuration(
@@ -608,7 +654,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return strides
 
 
-def _alignment(*tensors: torch.Tensor) -> int:
+def alignment_of(*tensors: torch.Tensor) -> int:
     """16 bytes in elements when every row of these tensors begins at a multiple of that (from a tensor's start), else 1.
 
     Nothing between: each value is another compilation.
@@ -700,12 +746,12 @@ def attention_forward(
         BLOCK_N=block_n,
         ATTN_MASK=_mask_kind(attn_mask),
         MASK_PER_QUERY=mask_strides[2] != 0,
-        MASK_ALIGNMENT=1 if attn_mask is None else _alignment(attn_mask),
+        MASK_ALIGNMENT=1 if attn_mask is None else alignment_of(attn_mask),
         KEY_PADDING=_padding_kind(key_padding),
         SCAN_PADDING=seqlen_k > 2 * block_n,
         IS_CAUSAL=is_causal,
         HIDDEN_ROWS_MEAN=hidden_rows == "mean" and (attn_mask is not None or key_padding is not None),
-        ALIGNMENT=_alignment(query, key, value),
+        ALIGNMENT=alignment_of(query, key, value),
         WIDE_OFFSETS=max(*all_strides, *mask_strides) >= 2**23,
         USE_TMA=uses_tma,
         INPUT_PRECISION=input_precision,
@@ -749,6 +795,7 @@ def aot_case(
     value_dim = head_dim if value_dim is None else value_dim
     element = TRITON_TYPES[dtype]
     block_d, block_dv = block_of(head_dim), block_of(value_dim)
+    unit = 16 // dtype.itemsize
     constexprs: dict[str, object] = {
         "query_stride_d": 1,
         "key_stride_d": 1,
@@ -771,12 +818,11 @@ def aot_case(
         "SCAN_PADDING": True,
         "IS_CAUSAL": is_causal,
         "HIDDEN_ROWS_MEAN": hidden_rows == "mean",
-        "ALIGNMENT": 16 // dtype.itemsize if (head_dim * dtype.itemsize) % 16 == (value_dim * dtype.itemsize) % 16 == 0 else 1,
+        "ALIGNMENT": unit if head_dim % unit == value_dim % unit == 0 else 1,
         "WIDE_OFFSETS": False,
         "USE_TMA": configuration.uses_tma,
         "INPUT_PRECISION": input_precision,
         "USE_PDL": arch >= 90,
-        "TEST_STAGES": int(os.environ.get("TS","2")),
     }
     signature = {name: f"*{element}" for name in ("query", "key", "value", "output")}
     signature |= {"logsumexp": "*fp32", "scale": "fp32"}
@@ -793,12 +839,8 @@ def aot_case(
     for argument in kernl_attention_forward.arg_names:
         if argument not in signature and argument not in constexprs:
             signature[argument] = "i32"
-    divisible = tuple(
-        f"{tensor}_stride_{axis}"
-        for tensor, axes, dim in (("query", "hm", head_dim), ("key", "hn", head_dim), ("value", "hn", value_dim))
-        for axis in axes
-        if dim % 16 == 0 or axis != "h"
-    )
+    # Sixteen is a common divisor of heads * dim in most models; the kernel does not need it.
+    divisible = ("query_stride_m", "key_stride_n", "value_stride_n")
     return AotCase(
         name=name,
         kernel=kernl_attention_forward,
@@ -808,4 +850,42 @@ def aot_case(
         num_stages=configuration.num_stages,
         divisible_by_16=divisible,
         options={**configuration.options, **({"launch_pdl": True} if arch >= 90 else {})},
+    )
+
+
+def aot_cases(arch: int) -> Iterator[AotCase]:
+    """The tilings on offer for sm_`arch` with the masks that they are offered for."""
+    if arch < 80:
+        return
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+    padded: dict[str, Any] = {"key_padding": torch.bool, "is_causal": True, "hidden_rows": "mean"}
+
+    def cases(
+        dtype: torch.dtype,
+        head_dim: int,
+        features: dict[str, dict[str, Any]],
+        precision: str = "ieee",
+        alignment: int = 0,
+    ) -> Iterator[AotCase]:
+        kind = names[dtype] + ("-tf32" if precision == "tf32" else "")
+        offered = configurations(arch, dtype, head_dim, head_dim, input_precision=precision, mask_alignment=alignment)
+        for configuration in offered:
+            for feature, arguments in features.items():
+                name = f"attention-{kind}-D{head_dim}-{feature}-{configuration.name}"
+                options = {"input_precision": precision, "mask_alignment": max(1, alignment), **arguments}
+                yield aot_case(name, arch, configuration, dtype, head_dim, **options)
+
+    plain: dict[str, dict[str, Any]] = {"plain": {}, "padded": padded}
+    for head_dim in (64, 128, 256):
+        yield from cases(torch.float16, head_dim, plain)
+        yield from cases(torch.float16, head_dim, {"mask": {"attn_mask": torch.bool, **padded}}, alignment=1)
+        if arch >= 90:
+            aligned = {"aligned-bias": {"attn_mask": torch.float16}}
+            yield from cases(torch.float16, head_dim, aligned, alignment=8)
+        biased = {"bias": {"attn_mask": torch.float32, **padded}}
+        yield from cases(torch.float32, head_dim, biased, "tf32")
+        yield from cases(torch.float32, head_dim, biased, "ieee")
+    yield from cases(torch.bfloat16, 40, {"lengths": {"key_padding": torch.int32}})
+    yield from cases(
+        torch.float16, 64, {"key-mask": {"attn_mask": torch.bool, "mask_per_query": False, "hidden_rows": "mean"}}
     )

@@ -23,6 +23,7 @@ import triton
 from kernl.kernels.attention import (
     MAX_HEAD_DIM,
     Configuration,
+    alignment_of,
     attention_forward,
     block_of,
     configurations,
@@ -315,10 +316,20 @@ def implementations(
     seqlen_k, value_dim = value.shape[2:]
     capability = capability_of(query.device)
     precision = _float32_precision() if query.dtype == torch.float32 else "ieee"
-    tilings = configurations(capability.arch, query.dtype, head_dim, value_dim, precision)
-    default = default_configuration(tilings, capability.sm_count, batch * heads, seqlen_q)
+    mask = None if attn_mask is None else attn_mask.expand(batch, heads, seqlen_q, seqlen_k)
+    rows_differ = mask is not None and mask.stride(2) != 0 and seqlen_q > 1
+    mask_alignment = alignment_of(mask) if mask is not None and rows_differ else 0
+    tilings = configurations(
+        capability.arch,
+        query.dtype,
+        head_dim,
+        value_dim,
+        input_precision=precision,
+        mask_alignment=mask_alignment,
+    )
     if not (supports_tma(key) and supports_tma(value)):
         tilings = tuple(tiling for tiling in tilings if not tiling.uses_tma)
+    default = default_configuration(tilings, capability.sm_count, batch * heads, seqlen_q)
 
     def launch(configuration: Configuration) -> tuple[torch.Tensor, torch.Tensor]:
         output, logsumexp = allocate_outputs(query, value)
@@ -326,7 +337,7 @@ def implementations(
             query,
             key,
             value,
-            None if attn_mask is None else attn_mask.expand(batch, heads, seqlen_q, seqlen_k),
+            mask,
             key_padding,
             output,
             logsumexp,
@@ -351,7 +362,8 @@ def implementations(
         max(16, triton.next_power_of_2(seqlen_q)),
         max(16, triton.next_power_of_2(seqlen_k)),
         is_causal,
-        "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "float",
+        "none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+        mask_alignment,
         "none" if key_padding is None else "bool" if key_padding.dtype == torch.bool else "lengths",
         *(name in runs for name in ("flash", "cudnn")),
     )
@@ -698,7 +710,9 @@ def _check_masks(
     seqlen_k = key.shape[2]
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-            raise TypeError(f"attn_mask: got {attn_mask.dtype}, accepted bool (True = attend) or floating point (added)")
+            raise TypeError(
+                f"attn_mask: got {attn_mask.dtype}, accepted bool (True = attend) or floating point (added)"
+            )
         if attn_mask.device != query.device:
             raise ValueError(f"attn_mask: got device {attn_mask.device}, accepted query's, {query.device}")
         full = (batch, heads, seqlen_q, seqlen_k)

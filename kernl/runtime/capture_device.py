@@ -7,18 +7,39 @@ a graph's intermediate values and outputs lie where any other graph may put its 
   `enter_stream` makes a stream wait for the one that used the pool before it.
 - Nothing in the pool outlives a replay: outputs are copied out, and what a graph wrote is then up for reuse (`borrow`).
 - What must outlive a replay (an op's counters, a cached cast of a weight) is allocated by the plain first run, which
-  never allocates from the pool: it has memory of its own, given back afterwards (`run_plainly`), so that what it used
-  does not stay reserved beside the pool. An op that first made such a thing while being captured would lose it.
+  never allocates from the pool. An op that first made such a thing while being captured would lose it.
+
+The plain run takes PyTorch's ordinary memory, on the side stream: the allocator keeps memory apart by stream, so once
+the results are copied to the caller's stream all that the run reserved is unused and goes back (`run_plainly`), rather
+than staying reserved beside a pool of the same size. Giving back means to wait for the GPU and to empty PyTorch's
+cache, a few milliseconds, at the first call of a shape only.
+
+cuBLAS keeps a workspace for each thread and stream, 32 MB on Hopper, and a graph freezes its address. So the workspace
+must lie in the pool: one in ordinary memory could be freed under the graph, by anybody who clears workspaces. It is
+allocated by the first product that needs it, hence the workspaces are cleared before a capture (the pool then provides
+one) and after it (the next graph may use that memory, and no plain call gets it). Clearing frees those of all threads,
+which make new ones. Streams order the use of freed memory, and before memory is unmapped the GPU is synchronised; what
+is left is a thread that has asked for its workspace and takes longer than all this to launch. Runners cannot be that
+thread: first calls exclude each other, replays use no cuBLAS. For other code it is the risk that PyTorch's own graph
+trees take.
 
 A pool fragments when shapes come smallest first: the memory of a small graph cannot hold the larger tensors of the next
 one. So when a capture makes the pool larger than 1.2 times what its largest graph needs alone, all graphs are dropped
 and a new pool begins with the one just captured (`PoolBudget`); the others come back, into that pool, at their next
 call. Shapes warmed up largest first never cause this.
 
-Capturing executes nothing on the GPU. It happens on a side stream, in thread-local mode (other threads may go on
-launching), one capture at a time in the process, with the garbage collector paused (it could destroy another graph,
-which is illegal while capturing) and without autocast's cache (a graph must cast its weights itself, from their
-addresses).
+Capturing executes nothing on the GPU. It happens on the side stream, in thread-local mode (other threads may go on
+launching), with the garbage collector paused (it could destroy another graph, which is illegal while capturing) and
+without autocast's cache (a graph must cast its weights itself, from their addresses).
+
+Threads. Two locks, always taken in this order:
+
+- `first_call_lock`, one in the process: plain first run (kernels compile and tune in it) and capture. A replay never
+  takes it, so it never waits for a compilation.
+- `CaptureDevice.lock`, one per GPU: the pool. A replay waits at most for the replay or the capture that is being
+  enqueued, which takes milliseconds. It must wait for a capture: until that ends PyTorch refuses to advance the
+  GPU's default random number generator, as each replay does. (Drawing from that generator in another thread at that
+  moment raises PyTorch's error; a generator of one's own does not.)
 """
 
 from __future__ import annotations
@@ -31,6 +52,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 class Evictable(Protocol):
@@ -59,7 +81,7 @@ class CaptureDevice(Protocol):
         """Order what the caller's stream does next after the last use of the pool."""
 
     def run_plainly(self, function: Callable[..., Any], inputs: Sequence[Any], hand_out: Callable[[Any], Any]) -> Any:
-        """`hand_out(function(*inputs))`. The memory the function used, its outputs' too, is given back afterwards."""
+        """`hand_out(function(*inputs))`; afterwards the function's memory is given back, but for what is handed out."""
 
     def capture(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, Any]:
         """The graph of one call and the outputs it will write. Executes nothing."""
@@ -106,7 +128,7 @@ class PoolBudget:
         self.need = max(self.need, pool_bytes)
 
 
-_capture_lock = threading.RLock()
+first_call_lock = threading.RLock()
 _devices: dict[int, CudaCaptureDevice] = {}
 _devices_lock = threading.Lock()
 
@@ -150,21 +172,29 @@ class CudaCaptureDevice:
             self._last_stream, self._last_raw_stream = stream, raw
 
     def run_plainly(self, function: Callable[..., Any], inputs: Sequence[Any], hand_out: Callable[[Any], Any]) -> Any:
-        if torch.cuda.get_allocator_backend() != "native":
-            return hand_out(function(*inputs))
-        with torch.cuda.device(self.index):
-            # Destroyed on return, after the outputs: only unused memory can be given back.
-            pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(pool, device=self.index):
-            outputs = function(*inputs)
-            # cuBLAS keeps a workspace per stream; the next call without a graph makes one again.
-            torch._C._cuda_clearCublasWorkspaces()
+        reserved = self.reserved_bytes()
+        caller = torch.cuda.current_stream(self.index)
+        with self.lock:
+            side = self._stream()
+        side.wait_stream(caller)
+        try:
+            with torch.cuda.stream(side):
+                outputs = function(*inputs)
+        finally:
+            caller.wait_stream(side)
         results = hand_out(outputs)
+        for leaf in pytree.tree_leaves(results):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+                leaf.record_stream(caller)  # one that could not be copied is still the side stream's
         del outputs
+        torch._C._cuda_clearCublasWorkspaces()
+        if self.reserved_bytes() > reserved:
+            torch.cuda.synchronize(self.index)
+            torch.cuda.empty_cache()
         return results
 
     def capture(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, Any]:
-        with _capture_lock, _garbage_collector_paused(), _autocast_cache_off(), torch.cuda.device(self.index):
+        with _garbage_collector_paused(), _autocast_cache_off(), torch.cuda.device(self.index):
             alone = not self._holds_graphs()
             if alone and self._anchor is not None:
                 self.release_if_idle()  # what graphs that are gone have left is no measure of what this one needs
@@ -213,12 +243,10 @@ class CudaCaptureDevice:
             torch.cuda.empty_cache()
 
     def pool_bytes(self) -> int:
-        pools = {tuple(pool) for pool in self._pools}
-        return sum(
-            segment["total_size"]
-            for segment in torch.cuda.memory_snapshot()
-            if segment["device"] == self.index and tuple(segment.get("segment_pool_id", ())) in pools
-        )
+        if torch.cuda.get_allocator_backend() != "native":
+            return 0  # another allocator does not tell
+        # A snapshot of one pool lists its few segments; one of all memory takes milliseconds for a large model.
+        return sum(segment["total_size"] for pool in self._pools for segment in torch.cuda.memory_snapshot(pool))
 
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.index)
@@ -234,12 +262,12 @@ class CudaCaptureDevice:
             graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
             try:
                 outputs = function(*arguments)
-                # The graph goes on using the workspace; other graphs of the pool may use its memory in their turn.
-                torch._C._cuda_clearCublasWorkspaces()
             except BaseException:
                 with contextlib.suppress(Exception):
                     self._end(graph)
                 raise
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()
             self._end(graph)
         return graph, outputs
 

@@ -27,7 +27,8 @@ graphs of the device and tries once more.
 Memory: see capture_device.py. All graphs of a device share a pool, buffers of inputs are shared by the graphs of a
 runner, at most `max_graphs` are kept, the one replayed least recently goes first.
 
-Threads: a call holds its device's lock while it enqueues. The work of two streams is ordered, not overlapped.
+Threads: first calls run one after the other, in the whole process; replays do not wait for them. A replay holds its
+device's lock while it enqueues, and the work of two streams is ordered, not overlapped.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from typing import Any
 
 import torch
 
-from kernl.runtime.capture_device import CaptureDevice, Graph, cuda_capture_device
+from kernl.runtime.capture_device import CaptureDevice, Graph, cuda_capture_device, first_call_lock
 from kernl.runtime.graph_key import Uncapturable, graph_key, needs_gradient
 from kernl.runtime.output_plan import OutputPlan
 from kernl.runtime.static_inputs import InputCopies, StaticInputs
@@ -228,15 +229,18 @@ class CudaGraphRunner:
             device.runners.add(self)
             static_inputs = self._static_inputs.setdefault(place, StaticInputs(device.allocate))
 
-        results = self._first_result(key, device, inputs)
-        with device.lock:
+        with first_call_lock:
             if key not in self._graphs and key not in self._refused:
-                device.enter_stream()
-                self._capture(key, device, static_inputs, inputs)
-        return results
+                results = self._first_result(key, device, inputs)
+                with device.lock:
+                    if key not in self._refused:
+                        device.enter_stream()
+                        self._capture(key, device, static_inputs, inputs)
+                return results
+        return self(*inputs)  # another thread was first
 
     def _first_result(self, key: tuple[object, ...], device: CaptureDevice, inputs: Sequence[Any]) -> Any:
-        """The function's own result, in memory of its own."""
+        """The function's own result, copied out of the memory it was computed in."""
 
         def hand_out(outputs: Any) -> Any:
             try:
@@ -252,7 +256,7 @@ class CudaGraphRunner:
                 raise  # half of an effect must not be followed by a whole one
         # Outside of the handler: the error's traceback holds the tensors that filled the memory.
         device.make_room()
-        return self.function(*inputs)
+        return device.run_plainly(self.function, inputs, hand_out)
 
     def _capture(
         self,

@@ -1,4 +1,4 @@
-"""Capture a function with TorchDynamo, rewrite its graph, run it. Ops of their own, so that the engine is tested alone."""
+"""Capture a function with TorchDynamo, rewrite its graph, run it. With ops of its own, to test the engine alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `canonicalize` edits, and above all what it must leave alone. Results and writes are those of the plain function."""
+"""What `canonicalize` edits, and above all what it leaves alone. Results and writes are the plain function's."""
 
 from __future__ import annotations
 

@@ -251,9 +251,7 @@ def _mask_node(gm: GraphModule) -> Node:
 
 def _sizes(mask: Node) -> Sizes:
     shape = value_of(mask).shape
-    placeholder = next(node for node in mask.graph.nodes if isinstance(value_of(node), torch.Tensor))
-    batch = value_of(placeholder).shape[0] if placeholder.op == "placeholder" else shape[0]
-    return Sizes(batch, shape[-1], shape[-1])
+    return Sizes(shape[0] if len(shape) == 4 else 1, shape[-1], shape[-1])
 
 
 def _evaluate(gm: GraphModule, result: Node | Emitted, inputs: tuple[Any, ...]) -> torch.Tensor:

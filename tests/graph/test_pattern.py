@@ -37,7 +37,9 @@ def test_an_argument_that_is_not_mentioned_has_its_default() -> None:
     pattern = op("add", var("a"), var("b"))
     assert ways(pattern, lambda x, y: torch.add(x, y, alpha=1), x, y)
     assert not ways(pattern, lambda x, y: torch.add(x, y, alpha=2), x, y)
-    assert ways(op("add", var("a"), var("b"), alpha=scalar("s")), lambda x, y: torch.add(x, y, alpha=2), x, y)[0]["s"] == 2
+    assert (
+        ways(op("add", var("a"), var("b"), alpha=scalar("s")), lambda x, y: torch.add(x, y, alpha=2), x, y)[0]["s"] == 2
+    )
     assert not ways(op("softmax", var("a"), dim=1), lambda x: F.softmax(x, 1, dtype=torch.float64), x)
 
 
@@ -63,8 +65,8 @@ def test_the_same_name_is_the_same_thing() -> None:
 
 def test_dimensions_count_from_either_end() -> None:
     for dim in (-1, 1):
-        for written in (-1, 1):
-            assert ways(op("softmax", var("a"), dim=dim), lambda x: F.softmax(x, written), x)
+        for function in (lambda x: F.softmax(x, -1), lambda x: F.softmax(x, 1)):
+            assert ways(op("softmax", var("a"), dim=dim), function, x)
     assert not ways(op("softmax", var("a"), dim=0), lambda x: F.softmax(x, -1), x)
     assert ways(op("transpose", var("a"), dim0=-2, dim1=-1), lambda x: x.transpose(1, 0), x)
 
@@ -87,6 +89,14 @@ def test_through_any_number_of_wrappers() -> None:
     assert ways(pattern, lambda x: x.cos().exp(), x)
     assert ways(pattern, lambda x: x.cos().double().contiguous().exp(), x)
     assert not ways(pattern, lambda x: x.cos().clone().exp(), x)
+    pattern = op("exp", through(op("cos", var("a")), "dropout"))
+    assert ways(pattern, lambda x: F.dropout(x.cos(), training=False).exp(), x)
+    assert not ways(pattern, lambda x: F.dropout(x.cos(), training=True).exp(), x)
+
+
+def test_numbers_are_equal_whatever_their_type_and_a_bool_is_none() -> None:
+    assert ways(op("pow", var("a"), 2), lambda x: x**2.0, x) and ways(op("pow", var("a"), 2.0), lambda x: x**2, x)
+    assert not ways(op("mul", var("a"), 1), lambda x: x * True, x)
 
 
 def test_alternatives_and_names_of_nodes() -> None:

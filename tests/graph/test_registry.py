@@ -39,7 +39,13 @@ def test_switching_off(registry: Registry) -> None:
 
 
 def test_unknown_names_are_named(registry: Registry) -> None:
-    for call in (registry.disable, registry.enable, registry.enabled, registry.unregister, lambda name: registry.active([name])):
+    for call in (
+        registry.disable,
+        registry.enable,
+        registry.enabled,
+        registry.unregister,
+        lambda name: registry.active([name]),
+    ):
         with pytest.raises(ValueError, match="'middle'; there are first, high, low, second"):
             call("middle")
 

@@ -240,7 +240,9 @@ def test_a_copy_that_would_become_a_view_is_refused_where_it_is_written() -> Non
 
 
 def test_a_view_is_not_swapped_for_a_new_tensor_where_it_shows() -> None:
-    to_copy = rules((op("view", var("x"), size=anything("size")), lambda x, size: emit(torch.clone, emit(torch.reshape, x, size))))
+    to_copy = rules(
+        (op("view", var("x"), size=anything("size")), lambda x, size: emit(torch.clone, emit(torch.reshape, x, size)))
+    )
 
     def function(x: torch.Tensor) -> Any:
         y = x.cos()
@@ -268,7 +270,9 @@ def test_refusals_keep_their_reason_and_place() -> None:
         require(False, "not ever")
 
     for rewrite, reason in ((never, "not today"), (raises, "not ever")):
-        found = check(lambda x: x.cos() + x.exp().cos(), x(), registry=rules((op("cos", var("x")), rewrite)), strict=True)
+        found = check(
+            lambda x: x.cos() + x.exp().cos(), x(), registry=rules((op("cos", var("x")), rewrite)), strict=True
+        )
         assert found.report.refused("rule0") == {reason: 2}
         assert [refusal.reason for refusal in found.report.refusals] == [reason, reason]
         assert "x.cos()" in (found.report.refusals[0].stack_trace or "")
@@ -309,13 +313,15 @@ def test_a_crash_in_a_rewrite_leaves_plain_pytorch(rewrite: Any, message: str) -
 
 def test_emitted_results_are_indexed_not_unpacked() -> None:
     with pytest.raises(TypeError):
-        first, second = emit(sum_and_relu, None, None)  # type: ignore[misc]
+        tuple(emit(sum_and_relu, None, None))  # type: ignore[arg-type]
 
 
 def test_priority_decides_and_later_patterns_see_what_earlier_ones_emit() -> None:
     registry = Registry()
     registry.register("later", op("kernl_test::double", var("x")), lambda x: emit(torch.mul, x, 2), priority=0)
-    registry.register("early", op("cos", var("x")), lambda x: emit(double, emit(torch.mul, emit(torch.cos, x), 0.5)), priority=9)
+    registry.register(
+        "early", op("cos", var("x")), lambda x: emit(double, emit(torch.mul, emit(torch.cos, x), 0.5)), priority=9
+    )
     found = check(lambda x: x.cos().exp(), x(), registry=registry, strict=True)
     assert found.report.matched("early") == 1 and found.report.matched("later") == 1
     found = check(lambda x: x.cos().exp(), x(), registry=registry, without=["early"])

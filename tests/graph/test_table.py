@@ -58,7 +58,12 @@ def test_two_operands(op: str) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: x.transpose(1, 2), lambda x: torch.swapaxes(x, -1, -2), lambda x: x.transpose(dim0=2, dim1=1), lambda x: x.mT],
+    [
+        lambda x: x.transpose(1, 2),
+        lambda x: torch.swapaxes(x, -1, -2),
+        lambda x: x.transpose(dim0=2, dim1=1),
+        lambda x: x.mT,
+    ],
 )
 def test_transpose(function: Any) -> None:
     assert read(function, x) == ("transpose", {"input": "x", "dim0": 1, "dim1": 2})
@@ -71,7 +76,12 @@ def test_transpose_of_a_matrix() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: F.softmax(x, -1), lambda x: x.softmax(dim=2), lambda x: torch.softmax(x, 2), lambda x: F.softmax(x, dim=-1)],
+    [
+        lambda x: F.softmax(x, -1),
+        lambda x: x.softmax(dim=2),
+        lambda x: torch.softmax(x, 2),
+        lambda x: F.softmax(x, dim=-1),
+    ],
 )
 def test_softmax(function: Any) -> None:
     assert read(function, x) == ("softmax", {"input": "x", "dim": 2, "dtype": None})
@@ -136,7 +146,11 @@ def test_logic_on_bools_is_bitwise_and_only_there() -> None:
 
 @pytest.mark.parametrize(
     ("function", "expected"),
-    [(lambda: torch.arange(4), (0, 4, 1)), (lambda: torch.arange(1, 4), (1, 4, 1)), (lambda: torch.arange(4, 0, -1), (4, 0, -1))],
+    [
+        (lambda: torch.arange(4), (0, 4, 1)),
+        (lambda: torch.arange(1, 4), (1, 4, 1)),
+        (lambda: torch.arange(4, 0, -1), (4, 0, -1)),
+    ],
 )
 def test_arange(function: Any, expected: tuple[int, int, int]) -> None:
     op, arguments = read(function)

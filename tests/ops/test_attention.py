@@ -232,7 +232,10 @@ LAYOUTS = {
     "sliced": lambda tensor: F.pad(tensor, (3, 2, 1, 4))[:, :, 1:-4, 3:-2],
     "every second": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
     "part of a merged projection": lambda tensor: (
-        torch.cat([tensor, tensor, tensor], 1).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)[:, -tensor.shape[1] :]
+        torch.cat([tensor, tensor, tensor], 1)
+        .permute(0, 2, 1, 3)
+        .contiguous()
+        .permute(0, 2, 1, 3)[:, -tensor.shape[1] :]
     ),
 }
 
@@ -327,7 +330,7 @@ def tilings() -> list[kernel_file.Configuration]:
     found = {}
     for arch in (80, 90):
         for dim in (64, 128, 256):
-            for tiling in kernel_file.configurations(arch, torch.float16, dim, dim, "ieee"):
+            for tiling in kernel_file.configurations(arch, torch.float16, dim, dim, input_precision="ieee"):
                 shape = (tiling.block_m, tiling.block_n, tiling.uses_tma)
                 found[shape] = tiling
     return list(found.values())
@@ -342,7 +345,7 @@ def test_tilings(
     kernels: KernelRun,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(op_file, "configurations", lambda *_: (tiling,))
+    monkeypatch.setattr(op_file, "configurations", lambda *_, **__: (tiling,))
     check(
         Case(70, 140, 40, batch=2, heads=1, padding=padding, is_causal=True, hidden_rows="mean"),
         torch.float16,
@@ -352,7 +355,7 @@ def test_tilings(
 
 
 def test_default_tiling_fills_the_gpu() -> None:
-    offered = kernel_file.configurations(90, torch.float16, 64, 64, "ieee")
+    offered = kernel_file.configurations(90, torch.float16, 64, 64, input_precision="ieee")
 
     def block(batch_heads: int, seqlen_q: int) -> int:
         return kernel_file.default_configuration(offered, 132, batch_heads, seqlen_q).block_m
@@ -377,7 +380,8 @@ def _plain_gradients(inputs: list[torch.Tensor], options: dict[str, Any], grads:
     outputs = reference_attention(*leaves[:3], **wide)
     used = [(output, grad) for output, grad in zip(outputs, grads) if output.requires_grad]
     total = sum(
-        (torch.where(output.isfinite() & (output > LOWEST / 2), output, 0.0) * grad.double()).sum() for output, grad in used
+        (torch.where(output.isfinite() & (output > LOWEST / 2), output, 0.0) * grad.double()).sum()
+        for output, grad in used
     )
     assert isinstance(total, torch.Tensor)
     return list(torch.autograd.grad(total, leaves))
@@ -423,7 +427,10 @@ def test_gradients_match_eager_mean_arithmetic(rng: torch.Generator) -> None:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
     visible = padding[:, None, None, :] & torch.ones(20, 20, dtype=torch.bool).tril()
     scores = leaves[0] @ leaves[1].mT / 8
-    expected = torch.where(visible.any(-1, keepdim=True), scores.masked_fill(~visible, -1e30), 0 * scores).softmax(-1) @ leaves[2]
+    expected = (
+        torch.where(visible.any(-1, keepdim=True), scores.masked_fill(~visible, -1e30), 0 * scores).softmax(-1)
+        @ leaves[2]
+    )
     actual = attention(*leaves, key_padding=padding, is_causal=True, hidden_rows="mean")
     torch.testing.assert_close(actual, expected)
     grad = torch.randn(expected.shape, dtype=torch.float64, generator=rng)

@@ -133,7 +133,9 @@ def test_one_dynamic_graph_serves_every_shape() -> None:
         inputs = kind.example(batch, length)
         with torch.no_grad():
             assert found.function is not None
-            torch.testing.assert_close(found.function(**inputs).to_tuple(), model(**inputs).to_tuple(), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                found.function(**inputs).to_tuple(), model(**inputs).to_tuple(), atol=1e-5, rtol=1e-4
+            )
     assert len(found.graphs) == 1
 
 

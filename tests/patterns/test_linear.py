@@ -53,10 +53,12 @@ ACTIVATIONS = {
     "nn.Module": nn.GELU(),
 }
 FUSED = {
-    **{"gelu": "gelu", "x / 2 (1 + erf)": "gelu", "(1 + erf) x / 2": "gelu", "nn.Module": "gelu"},
-    **{name: "gelu_tanh" for name in ("gelu tanh", "gelu_new", "gelu_new, other order", "gelu_fast")},
-    **{"relu": "relu", "relu in place": "relu", "silu": "silu", "x sigmoid(x)": "silu", "sigmoid(x) x": "silu"},
-    **{"tanh": "tanh", "quick_gelu": "quick_gelu"},
+    "gelu": ["gelu", "x / 2 (1 + erf)", "(1 + erf) x / 2", "nn.Module"],
+    "gelu_tanh": ["gelu tanh", "gelu_new", "gelu_new, other order", "gelu_fast"],
+    "relu": ["relu", "relu in place"],
+    "silu": ["silu", "x sigmoid(x)", "sigmoid(x) x"],
+    "tanh": ["tanh"],
+    "quick_gelu": ["quick_gelu"],
 }
 
 
@@ -65,7 +67,7 @@ def test_activations(name: str) -> None:
     activation = ACTIVATIONS[name]
     found = check(lambda x: activation(linear(x)), x(), dynamic=True)
     assert found.ops() == ["kernl::linear"]
-    assert found.call("kernl::linear")["activation"] == FUSED[name]
+    assert name in FUSED[found.call("kernl::linear")["activation"]]
     assert not found.report.refusals
 
 
@@ -86,7 +88,8 @@ def test_other_constants_are_other_functions() -> None:
         "the cubic coefficient is 0.05 (accepted: 0.044715)"
     )
     assert "the exponent is 2" in refusal(
-        lambda x: 0.5 * (y := linear(x)) * (1.0 + torch.tanh(0.7978845 * (y + 0.044715 * torch.pow(y, 2)))), "linear_gelu_new"
+        lambda x: 0.5 * (y := linear(x)) * (1.0 + torch.tanh(0.7978845 * (y + 0.044715 * torch.pow(y, 2)))),
+        "linear_gelu_new",
     )
     assert "the slope is 2" in refusal(lambda x: (y := linear(x)) * torch.sigmoid(2 * y), "linear_quick_gelu")
     assert "the slope is 1" in refusal(lambda x: (y := linear(x)) * 0.5 * (1 + torch.erf(y * 1.0)), "linear_gelu_erf")
@@ -148,7 +151,15 @@ class Projections(nn.Module):
 
 @pytest.mark.parametrize(
     ("sizes", "groups"),
-    [((8,), []), ((8, 8), [2]), ((8, 4, 16), [3]), ((8,) * 4, [4]), ((8,) * 5, [3, 2]), ((8,) * 6, [3, 3]), ((4,) * 9, [3, 3, 3])],
+    [
+        ((8,), []),
+        ((8, 8), [2]),
+        ((8, 4, 16), [3]),
+        ((8,) * 4, [4]),
+        ((8,) * 5, [3, 2]),
+        ((8,) * 6, [3, 3]),
+        ((4,) * 9, [3, 3, 3]),
+    ],
 )
 def test_linears_of_one_input_are_merged(sizes: tuple[int, ...], groups: list[int]) -> None:
     found = check(Projections(*sizes), x(), dynamic=True)

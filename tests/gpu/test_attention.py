@@ -1,0 +1,210 @@
+"""Attention on a GPU: sizes too slow for the interpreter, every implementation on offer, CUDA graphs, 64-bit offsets.
+
+The tests of tests/ops/test_attention.py run on the GPU as well when there is one; they are not repeated here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernl.ops.attention import attention, implementations, reference_attention
+from kernl.testing import assert_within_budget, poisoned
+from tests.conftest import KernelRun
+
+SIZES = [
+    (32, 12, 12, 512, 512, 64),
+    (8, 12, 12, 384, 384, 64),
+    (1, 12, 12, 16, 16, 64),
+    (2, 4, 4, 1000, 777, 40),
+    (2, 8, 2, 513, 513, 128),
+    (1, 4, 1, 300, 600, 256),
+    (1, 2, 2, 130, 130, 200),
+    (2, 3, 3, 257, 257, 80),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNL_TUNING", "off")
+
+
+def draw(rng: torch.Generator, size: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Operands as views of [batch, tokens, heads, head_dim]."""
+    batch, heads, key_heads, seqlen_q, seqlen_k, head_dim = size
+    shapes = [(batch, seqlen_q, heads, head_dim), (batch, seqlen_k, key_heads, head_dim)]
+    return [torch.randn(shape, generator=rng).to("cuda").to(dtype).transpose(1, 2) for shape in (*shapes, shapes[1])]
+
+
+def padding(rng: torch.Generator, batch: int, seqlen_k: int) -> torch.Tensor:
+    lengths = torch.randint(max(1, seqlen_k // 2), seqlen_k + 1, (batch, 1), generator=rng)
+    return (torch.arange(seqlen_k) < lengths).to("cuda")
+
+
+def baseline(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    scores = (query @ key.mT).float() / math.sqrt(query.shape[3])
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    return scores.softmax(-1).to(query.dtype) @ value
+
+
+def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> list[torch.Tensor]:
+    return list(reference_attention(query.double(), key.double(), value.double(), **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("masking", ["none", "causal", "padding", "bias"])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+def test_forward(
+    kernels: KernelRun, rng: torch.Generator, size: tuple[int, ...], masking: str, dtype: torch.dtype
+) -> None:
+    query, key, value = draw(rng, size, dtype)
+    batch, heads, _, seqlen_q, seqlen_k, _ = size
+    options: dict[str, object] = {}
+    visible = None
+    if masking == "causal":
+        options["is_causal"] = True
+        visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device="cuda").tril()
+    elif masking == "padding":
+        options["key_padding"] = padding(rng, batch, seqlen_k)
+        visible = options["key_padding"][:, None, None, :]  # type: ignore[index]
+    elif masking == "bias":
+        options["attn_mask"] = torch.randn(1, heads, seqlen_q, seqlen_k, generator=rng).to("cuda").to(dtype)
+    output, logsumexp = attention(query, key, value, return_logsumexp=True, **options)  # type: ignore[call-overload]
+    assert kernels.launched("attention_forward") == 1
+    expected, expected_logsumexp = exact(query, key, value, **options)
+    plain = (
+        F.scaled_dot_product_attention(query, key, value, attn_mask=options["attn_mask"], enable_gqa=True)  # type: ignore[arg-type]
+        if masking == "bias"
+        else baseline(query, key, value, visible)
+    )
+    assert_within_budget(output, expected, plain, name="output")
+    torch.testing.assert_close(logsumexp.double(), expected_logsumexp, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("masking", ["none", "causal", "padding", "mask"])
+def test_every_implementation_on_offer(rng: torch.Generator, head_dim: int, masking: str) -> None:
+    query, key, value = draw(rng, (2, 4, 4, 300, 300, head_dim), torch.float16)
+    key_padding = padding(rng, 2, 300) if masking == "padding" else None
+    attn_mask = torch.rand(2, 1, 300, 300, generator=rng).to("cuda") > 0.3 if masking == "mask" else None
+    scale, is_causal = 1 / math.sqrt(head_dim), masking == "causal"
+    runs, _, default = implementations(query, key, value, attn_mask, key_padding, scale, is_causal, "zero")
+    assert default in runs
+    visible = attn_mask
+    if key_padding is not None:
+        visible = key_padding[:, None, None, :]
+    if is_causal:
+        visible = torch.ones(300, 300, dtype=torch.bool, device="cuda").tril()
+    expected, expected_logsumexp = exact(
+        query, key, value, attn_mask=attn_mask, key_padding=key_padding, is_causal=is_causal
+    )
+    plain = baseline(query, key, value, visible)
+    failures = []
+    for name, run in runs.items():
+        try:
+            with poisoned():
+                output, logsumexp = run()
+            assert output.transpose(1, 2).is_contiguous() and logsumexp.shape == (2, 4, 300)
+            assert_within_budget(output, expected, plain, name=name)
+            torch.testing.assert_close(logsumexp.double(), expected_logsumexp, rtol=1e-3, atol=1e-3)
+        except (AssertionError, RuntimeError) as error:
+            failures.append(f"{name}: {error}")
+    assert not failures, "\n\n".join(failures)
+
+
+def test_tf32_follows_either_switch(rng: torch.Generator) -> None:
+    query, key, value = draw(rng, (1, 2, 2, 200, 200, 64), torch.float32)
+    expected = exact(query, key, value)[0]
+    before = torch.backends.cuda.matmul.fp32_precision
+    errors = {}
+    try:
+        for precision in ("ieee", "tf32"):
+            torch.backends.cuda.matmul.fp32_precision = precision
+            errors[precision] = (attention(query, key, value) - expected).abs().max().item()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert errors["ieee"] < 1e-5 < errors["tf32"] < 1e-2
+
+
+def test_in_a_cuda_graph(rng: torch.Generator) -> None:
+    query, key, value = draw(rng, (2, 12, 12, 128, 128, 64), torch.float16)
+    key_padding = padding(rng, 2, 128)
+    attention(query, key, value, key_padding=key_padding)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # Dependent launches: the second reads what the first has written.
+        first = attention(query, key, value, key_padding=key_padding)
+        second = attention(first, key, value, key_padding=key_padding)
+    for _ in range(3):
+        for tensor, fresh in zip((query, key, value), draw(rng, (2, 12, 12, 128, 128, 64), torch.float16)):
+            tensor.copy_(fresh)
+        key_padding.copy_(padding(rng, 2, 128))
+        graph.replay()
+        expected = attention(query, key, value, key_padding=key_padding)
+        torch.testing.assert_close(first, expected, rtol=0, atol=0)
+        torch.testing.assert_close(second, attention(expected, key, value, key_padding=key_padding), rtol=0, atol=0)
+
+
+def test_padding_saves_time_and_nan_there_is_harmless(rng: torch.Generator) -> None:
+    query, key, value = draw(rng, (4, 12, 12, 512, 512, 64), torch.float16)
+    key_padding = padding(rng, 4, 512)
+    clean = attention(query, key, value, key_padding=key_padding)
+    bad = ~key_padding[:, None, :, None]
+    dirty = attention(query, key.masked_fill(bad, math.nan), value.masked_fill(bad, math.nan), key_padding=key_padding)
+    assert torch.equal(clean, dirty)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """More than 2**31 elements in key and value, and rows of the mask further apart than that."""
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    heads, tokens, head_dim = 300, 131_072, 64
+    key = torch.zeros(1, tokens, heads, head_dim, dtype=torch.float16, device="cuda")
+    key[:, :, -1].normal_()
+    key = key.transpose(1, 2)
+    query = torch.randn(1, heads, 5, head_dim, dtype=torch.float16, device="cuda")
+    output = attention(query, key, key)[:, -1:]
+    expected = F.scaled_dot_product_attention(query[:, -1:].float(), key[:, -1:].float(), key[:, -1:].float())
+    torch.testing.assert_close(output.float(), expected, rtol=2e-3, atol=2e-3)
+    assert torch.equal(attention(query, key, key)[:, 0], torch.zeros_like(query[:, 0]))
+
+
+def test_wide_row_stride() -> None:
+    """Token stride of a [seqlen, batch, heads, dim] layout so wide that one tile spans more than 2**31 elements."""
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    stride, tokens = 2**25 + 8, 80
+    storage = torch.zeros(stride * tokens, dtype=torch.float16, device="cuda")
+    key = storage.as_strided((1, 1, tokens, 64), (64, 64, stride, 1))
+    key.normal_()
+    query = torch.randn(1, 1, 7, 64, dtype=torch.float16, device="cuda")
+    expected = attention(query, key.contiguous(), key.contiguous())
+    torch.testing.assert_close(attention(query, key, key), expected, rtol=0, atol=1e-3)
+
+
+def test_gradients(rng: torch.Generator) -> None:
+    leaves = [tensor.detach().requires_grad_() for tensor in draw(rng, (2, 4, 2, 200, 300, 64), torch.float32)]
+    key_padding = padding(rng, 2, 300)
+    grad = torch.randn(2, 4, 200, 64, generator=rng).to("cuda")
+    actual = torch.autograd.grad(attention(*leaves, key_padding=key_padding), leaves, grad)
+    wide = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    expected = torch.autograd.grad(reference_attention(*wide, key_padding=key_padding)[0], wide, grad.double())
+    for one, other in zip(actual, expected):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_by_inductor_with_symbolic_shapes(rng: torch.Generator) -> None:
+    def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = torch.ops.kernl.attention(query, key, value, None, None, 0.125, False, "zero")[0]
+        return F.gelu(output.transpose(1, 2).reshape(query.shape[0], query.shape[2], -1))
+
+    compiled = torch.compile(block, dynamic=True)
+    for tokens in (40, 77):
+        operands = draw(rng, (2, 4, 4, tokens, tokens, 64), torch.float16)
+        torch.testing.assert_close(compiled(*operands), block(*operands), rtol=2e-3, atol=2e-3)
