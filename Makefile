@@ -39,7 +39,10 @@ help:
 demo: $(RUNTIME)
 	$(RUN) -m kernl demo $(ARGS)
 
-test: test-newest test-oldest
+# Both ends run even if one fails.
+test:
+	@status=0; $(MAKE) --no-print-directory test-newest || status=1; \
+		$(MAKE) --no-print-directory test-oldest || status=1; exit $$status
 
 # Without a GPU in sight, so that a machine with one runs the same tests: kernels run through Triton's interpreter.
 test-oldest: $(DEV)

@@ -1,15 +1,15 @@
 """Attention, forward: every implementation the op can choose from beside PyTorch's backends, each result checked.
 
-    python benchmarks/attention.py                                  # BERT's shapes with and without padding, causal, D128
+    python benchmarks/attention.py                   # BERT's shapes with and without padding, causal, D128
     python benchmarks/attention.py --shapes "32x12x512x64:padding 8x16x1024x128:causal"
-    python benchmarks/attention.py --write-table                    # merge the winners into kernl/runtime/tuned/<gpu>.json
+    python benchmarks/attention.py --write-table     # merge the winners into kernl/runtime/tuned/<gpu>.json
 
 A shape is batch x heads x tokens x head_dim, then options after colons: `padding` (lengths between 60 % and 100 % of
 the tokens, 80 % on average; kernl gets bool key_padding, peers the same as a bool attn_mask), `causal`, `bias` (a dense
-float mask [1, heads, tokens, tokens]). Operands are views of one [batch, tokens, 3, heads, head_dim] projection, as in a
-model. Times are microseconds of GPU time per call, medians over replays of a CUDA graph whose calls rotate through sets
-of inputs. The rate counts all tokens, padded ones too (halved when causal), so that rows of one shape compare. The floor
-is the larger of bytes over bandwidth and visible flops over matmul rate of this GPU.
+float mask [1, heads, tokens, tokens]). Operands are views of one [batch, tokens, 3, heads, head_dim] projection, as in
+a model. Times are microseconds of GPU time per call, medians over replays of a CUDA graph whose calls rotate through
+sets of inputs. The rate counts all tokens, padded ones too (halved when causal), so that rows of one shape compare. The
+floor is the larger of bytes over bandwidth and visible flops over matmul rate of this GPU.
 """
 
 from __future__ import annotations

@@ -394,8 +394,11 @@ class CompiledGraph:
         before = {} if self._has_run else {i: inputs[i].detach().clone() for i in self.inputs.mutated}
         try:
             outputs = self._function(*inputs)
-        except (WeightsChanged, CannotCapture):
+        except CannotCapture:
             raise
+        except WeightsChanged as error:  # TorchDynamo's guards let it pass
+            self._report.note(f"{self.entry.name}: a call ran as plain PyTorch: {error}")
+            return self._plain(*inputs)
         except Exception as error:
             if self._has_run and self.inputs.mutated:
                 raise

@@ -631,6 +631,8 @@ class _DynamoSettings:
                     specialize_float=True,
                     # Forward hooks added after compilation are noticed.
                     skip_nnmodule_hook_guards=False,
+                    # Weights that `tensor.data = ...` has given another dtype or shape are noticed.
+                    skip_tensor_guards_with_matching_dict_tags=False,
                     # Past the limit TorchDynamo would run eager and say nothing.
                     fail_on_recompile_limit_hit=True,
                     recompile_limit=options.recompile_limit,

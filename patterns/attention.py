@@ -21,7 +21,8 @@ What is not recovered is passed as it is: one fused attention all the same.
 * finfo.min added in float32 or bfloat16: the mean too, since every score vanishes beside it.
 * -65504 added in float16 rounds score - 65504 to a multiple of 32; -1e9 added in float32, to one of 64; -65504 added in
   float32, inside sdpa, keeps most of the score. That is neither 0 nor the mean, but float32 can do the same arithmetic
-  with a number of the same spacing: such a mask stays additive, [batch, 1, 1, seqlen_k] when it is padding.
+  with a number of the same spacing: such a mask stays additive, [batch, 1, 1, seqlen_k] when it is padding. (So does
+  any that is added while gradients are wanted: the scores of such queries have gradients.)
 
 For all other queries a hidden key has weight exp(-large) = 0 in every encoding. A number that is not large (over -5000)
 is a bias and stays one.
@@ -130,7 +131,7 @@ def sdpa_attention(
 ) -> Emitted:
     require(not isinstance(dropout_p, Node) and dropout_p == 0, "attention dropout is active")
     require(isinstance(is_causal, bool) and isinstance(enable_gqa, bool), "is_causal or enable_gqa is not a constant")
-    require(scale is None or isinstance(scale, (int, float)), "the scale is a tensor")
+    require(scale is None or isinstance(scale, (int, float)), "the scale is not a constant")
     key, value, grouped = _unrepeated(query, key, value)
     _require_shapes(*(value_of(operand).shape for operand in (query, key, value)), grouped=grouped or enable_gqa)
     require_kernel_tensors(query, key, value, autocast=match.autocast)
@@ -514,22 +515,22 @@ def _mask_arguments(masks: Masks, sizes: Sizes, match: Match, *, eager: bool = F
     condition = all_of(each.condition for each in hidden if not each.visibility.complete)
     rows_may_be_hidden = key_padding is not None or condition is not None
 
+    needs_grad = bool(sums) and value_of(match.root).requires_grad
     if not rows_may_be_hidden or value == -math.inf:
         hidden_rows = "zero"
-    elif _absorbs(value, sums):
+    elif _absorbs(value, sums) and not needs_grad:
         hidden_rows = "mean"
     else:
-        case = f"a mask of {value:g} in {short(sums[0])}, which does not absorb the scores"
-        require(bias is None and len(set(sums)) == 1, f"{case}, and other additions")
+        # Gradients too: the scores of a row that sees nothing have some, unless the mask has taken their place.
+        case = f"a mask of {value:g} in {short(sums[0])}" + (", with gradients" if needs_grad else "")
         require(not match.autocast, f"{case}, under autocast")
-        shown = condition
-        if shown is None and not is_causal:
-            assert key_padding is not None
+        require(_absorbs(value, sums) or (bias is None and len(set(sums)) == 1), f"{case}, and other additions")
+        shown = hidden[0].condition if condition is None else condition
+        if condition is None and key_padding is not None and not is_causal:
             shown = emit(operator.getitem, key_padding, (slice(None), *(None,) * (-sizes.batch_dim - 2)))
-        if shown is None:
-            shown = hidden[0].condition
-        zero = emit(torch.zeros, (), dtype=torch.float32, device=value_of(match.root).device)
-        return emit(torch.where, shown, zero, shifted_to_float32(value, sums[0])), None, False, "zero"
+        number = value if _absorbs(value, sums) else shifted_to_float32(value, sums[0])
+        additive = emit(torch.where, shown, emit(torch.Tensor.new_zeros, shown, (), dtype=torch.float32), number)
+        return additive if bias is None else emit(torch.add, additive, bias), None, False, "zero"
     if condition is not None and bias is not None:
         bias, condition = emit(torch.where, condition, bias, -math.inf), None
     return bias if condition is None else condition, key_padding, is_causal, hidden_rows

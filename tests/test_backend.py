@@ -176,6 +176,23 @@ def captured(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[torch
     return seen[0]
 
 
+def test_weights_of_another_kind_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should TorchDynamo's guards not notice `weight.data = ...` (as in torch 2.11), plain PyTorch takes the call."""
+
+    def checked(gm: torch.fx.GraphModule, example_inputs: Any, inputs: Inputs, options: Options) -> Any:
+        return backend.for_these_weights(gm.forward, inputs), "eager"
+
+    monkeypatch.setattr(backend, "lower", checked)
+    model, x, report = tiny.encoder(), tiny.activations(), Report()
+    gm, inputs = captured(model.forward, x)
+    graph = compile_graph(gm, inputs, Options(), report)
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*inputs)[0], model(x))
+        doubled = [value.double() for value in inputs]
+        torch.testing.assert_close(graph(*doubled)[0], model.double()(x.double()))
+    assert "was (torch.float32" in str(report) and report.graphs[0].plain_because is None
+
+
 def test_written_inputs() -> None:
     def write(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         b[0] = 1.0

@@ -35,6 +35,7 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
         want = model(*args, **kwargs)
     before = direct(model)
     got = model(*args, **kwargs)
+    assert type(got) is type(want)
     torch.testing.assert_close(got, want)
     return direct(model) > before
 
@@ -85,6 +86,17 @@ def test_weights_moved(served: tiny.Encoder) -> None:
 def test_weights_cast(served: tiny.Encoder) -> None:
     served.double()
     noticed(served, tiny.activations().double())
+
+
+@pytest.mark.parametrize("guards", ["fast", "full"])
+def test_weights_cast_behind_integer_inputs(guards: str) -> None:
+    model, inputs = kernl.optimize_model(tiny.bert(), guards=guards), tiny.text()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model.to(dtype)
+        for _ in range(2):
+            check(model, **inputs)
+        assert model(**inputs).last_hidden_state.dtype == dtype
+    assert len(model.kernl.report().graphs) == 3
 
 
 def test_weights_of_another_shape(served: tiny.Encoder) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-VOCABULARY = 99
+VOCABULARY = 101
 WIDTH = 32
 
 

@@ -27,6 +27,7 @@ not looked through.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -420,10 +421,14 @@ class _Reader:
         indices = self._index_map(call, operand, value)
         if read is None or indices is None:
             return None
+        lengths = {dim: operand.shape[dim] for dim in indices}
+        # A part of another tensor is better described as a tensor of its own: it has the size that is wanted.
+        if _is_gathered(read) and not all(_is_whole(index, lengths[dim], value) for dim, index in indices.items()):
+            return None
         # Whether the operand broadcasts to the result as it is.
         in_place = all(
-            statically_known_true(operand.shape[dim] == 1)
-            or (index.equals(_index(dim)) and statically_known_true(operand.shape[dim] == value.shape[dim]))
+            statically_known_true(lengths[dim] == 1)
+            or (index.equals(_index(dim)) and statically_known_true(lengths[dim] == value.shape[dim]))
             for dim, index in indices.items()
         )
         return _substituted(read, indices, value.shape, keep_source=in_place)
@@ -709,6 +714,20 @@ class _Reader:
         return Affine(step, {})
 
 
+def _is_gathered(value: Value) -> bool:
+    condition = value.condition if isinstance(value, Select) else value
+    atoms = condition.atoms if isinstance(condition, Predicate) else ()
+    return isinstance(value, Gathered) or any(isinstance(atom, Tested) for atom in atoms)
+
+
+def _is_whole(index: Affine, length: Any, result: torch.Tensor) -> bool:
+    """Whether a dimension of this length is read from its first to its last element."""
+    if statically_known_true(length == 1):
+        return True
+    (dim, slope) = next(iter(index.slopes.items()), (0, 0))
+    return index.equals(Affine(0, {dim: 1})) and slope == 1 and statically_known_true(length == result.shape[dim])
+
+
 def _index(dim: int) -> Affine:
     return Affine(0, {dim: 1})
 
@@ -876,16 +895,12 @@ def _is_causal(atom: Affine, sizes: Sizes) -> bool:
 def _key_padding(test: Tested, sizes: Sizes) -> Node | Emitted | None:
     """The bool [batch, seqlen_k] that a test reads at (batch, key); None when it reads anything else, or elsewhere."""
     gathered = test.gathered
-    carrier = value_of(gathered.carrier)
-    if carrier.dim() != 2:
+    # What is written now and then must be read where the mask reads it.
+    if _is_written(gathered.carrier):
         return None
-    for index, length, wanted, dim in zip(
-        gathered.indices, carrier.shape, (sizes.batch, sizes.seqlen_k), (sizes.batch_dim, -1)
-    ):
-        single = statically_known_true(wanted == 1)
-        if not statically_known_true(length == wanted) or not index.equals(Affine(0, {} if single else {dim: 1})):
-            return None
-    result: Any = gathered.carrier
+    result: Any = _as_batch_and_keys(gathered, sizes)
+    if result is None:
+        return None
     for step in gathered.steps:
         if step.op == "to":
             to_bool = step.other == torch.bool
@@ -902,6 +917,25 @@ def _key_padding(test: Tested, sizes: Sizes) -> Node | Emitted | None:
                 return None
             result = emit(_TORCH_FUNCTIONS[swapped], result, step.other)
     return result if test.holds_if else emit(torch.logical_not, result)
+
+
+def _as_batch_and_keys(gathered: Gathered, sizes: Sizes) -> Node | Emitted | None:
+    """The carrier, or a view of it, as [batch, seqlen_k]; None when it has other dimensions, or is read otherwise."""
+    shape = value_of(gathered.carrier).shape
+    is_single = [statically_known_true(length == 1) for length in (sizes.batch, sizes.seqlen_k)]
+    wanted = [(sizes.batch, sizes.batch_dim), (sizes.seqlen_k, -1)]
+    wanted = [each for each, single in zip(wanted, is_single) if not single]
+    places = [place for place, length in enumerate(shape) if not statically_known_true(length == 1)]
+    if len(places) != len(wanted):
+        return None
+    for place, (length, dim) in zip(places, wanted):
+        if not gathered.indices[place].equals(_index(dim)) or not statically_known_true(shape[place] == length):
+            return None
+    if len(shape) == 2:
+        return gathered.carrier
+    kept = [slice(None) if place in places else 0 for place in range(len(shape))]
+    before, after = [None] * is_single[0], [None] * is_single[1]
+    return emit(operator.getitem, gathered.carrier, (*before, *kept, *after))
 
 
 def all_of(conditions: Iterable[Node | Emitted | None]) -> Node | Emitted | None:

@@ -44,7 +44,6 @@ Bytes and flops
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +54,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernl.kernels.common import (
-    INTERPRET,
     TRITON_TYPES,
     AotCase,
     count_launch,
@@ -185,13 +183,13 @@ def _attend(
     offsets = tl.arange(0, BLOCK_N)
     keys = start_n + offsets  # [BLOCK_N]
     in_range = (keys >= first) & (keys < end)  # [BLOCK_N]
+    unpadded = in_range
     if TEST_KEYS and KEY_PADDING == BOOL:
         unpadded = tl.load(key_padding + keys.to(tl.int64) * padding_stride_n, mask=in_range, other=0) != 0
         if BLOCK_N <= 64:
             # As the bits of one integer: in the layout of the scores each thread would hold a pointer per column.
             bits = tl.sum(unpadded.to(tl.int64) << offsets, 0)
             unpadded = ((bits >> offsets) & 1) != 0
-        in_range = in_range & unpadded
     if WIDE_OFFSETS:
         offsets = offsets.to(tl.int64)
     start = tl.cast(start_n, tl.int64)
@@ -219,7 +217,7 @@ def _attend(
         )
     scores = tl.dot(query, tl.trans(key_tile), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
 
-    visible = in_range[None, :]  # [1 or BLOCK_M, BLOCK_N]
+    visible = unpadded[None, :]  # [1 or BLOCK_M, BLOCK_N]
     if IS_CAUSAL:
         visible = visible & (keys[None, :] <= query_rows[:, None])
     if ATTN_MASK != ABSENT:
@@ -268,7 +266,7 @@ def _attend(
         value_tile = _load_rows(
             value + value_offset,
             offsets,
-            in_range,
+            unpadded,
             value_stride_n,
             value_stride_d,
             VALUE_DIM,
@@ -546,8 +544,9 @@ def block_of(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-# By the padded head dimension (the larger of the two): tilings from many queries a program to few. Each compiles without
-# spills, in the shared memory of the chips it is for. A cap on registers buys a second (third) program per multiprocessor.
+# By the padded head dimension (the larger of the two): tilings from many queries a program to few. Each compiles
+# without spills, in the shared memory of the chips it is for. A cap on registers lets a multiprocessor hold two or
+# three programs.
 _HOPPER = {
     64: (
         Configuration(128, 64, 8, 3, uses_tma=True, max_registers=128),
@@ -576,6 +575,21 @@ _HOPPER = {
         Configuration(32, 32, 8, 2),
     ),
 }
+_BLACKWELL = {
+    64: (
+        Configuration(128, 64, 8, 3, uses_tma=True),
+        Configuration(64, 64, 4, 3, uses_tma=True),
+        Configuration(64, 64, 4, 3),
+        Configuration(16, 32, 4, 3),
+    ),
+    128: (
+        Configuration(128, 64, 8, 3, uses_tma=True),
+        Configuration(64, 32, 4, 3, uses_tma=True),
+        Configuration(64, 32, 4, 3),
+        Configuration(16, 32, 4, 3),
+    ),
+    256: (Configuration(64, 32, 8, 2), Configuration(32, 32, 8, 2)),
+}
 _AMPERE = {
     64: (Configuration(128, 64, 8, 3), Configuration(64, 64, 4, 3), Configuration(16, 64, 4, 3)),
     128: (Configuration(128, 32, 8, 2), Configuration(64, 32, 4, 2), Configuration(16, 32, 4, 2)),
@@ -595,21 +609,26 @@ _HOPPER_MASK = {
     128: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
     256: (Configuration(32, 32, 8, 2),),
 }
-_AMPERE_MASK = {
+_BLACKWELL_MASK = {
     64: (Configuration(64, 32, 4, 3), Configuration(16, 32, 4, 2)),
+    128: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
+    256: (Configuration(32, 32, 8, 2),),
+}
+_AMPERE_MASK = {
+    64: (Configuration(64, 32, 4, 3), Configuration(16, 32, 4, 3)),
     128: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
     256: (Configuration(32, 32, 8, 2),),
 }
 _TF32 = {
     64: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
-    128: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
+    128: (Configuration(64, 16, 8, 2), Configuration(16, 32, 4, 2)),
     256: (Configuration(16, 16, 4, 2),),
 }
-# Without tensor cores the operands of a product are held in registers: small tiles.
+# Without tensor cores the operands of a product are held in registers: small tiles, and none fits for wide heads.
 _IEEE = {
-    64: (Configuration(32, 16, 4, 1), Configuration(16, 16, 4, 2)),
+    64: (Configuration(32, 16, 4, 1),),
     128: (Configuration(16, 16, 8, 1),),
-    256: (Configuration(16, 16, 8, 1),),
+    256: (),
 }
 # Cost in the interpreter is per operation, not per element.
 _INTERPRETED = (Configuration(64, 64, 4, 1),)
@@ -618,10 +637,10 @@ _INTERPRETED = (Configuration(64, 64, 4, 1),)
 def configurations(
     arch: int, dtype: torch.dtype, head_dim: int, value_dim: int, *, input_precision: str, mask_alignment: int = 0
 ) -> tuple[Configuration, ...]:
-    """The tilings worth trying on sm_`arch`, those with many queries a program first.
+    """The tilings worth trying on sm_`arch`, those with many queries a program first; none where nothing fits.
 
-    input_precision: "tf32" or "ieee", for float32. mask_alignment: 0 for no mask or one that is the same for all queries,
-    else that of the mask's rows (see `alignment_of`).
+    input_precision: "tf32" or "ieee", for float32. mask_alignment: 0 without attn_mask, else that of its rows (see
+    `alignment_of`); more than 1 too when one row serves all queries.
     """
     if arch == 0:
         return _INTERPRETED
@@ -630,6 +649,8 @@ def configurations(
         return (_IEEE if input_precision == "ieee" else _TF32)[width]
     if arch < 90:
         return (_AMPERE if mask_alignment == 0 else _AMPERE_MASK)[width]
+    if arch >= 100:
+        return (_BLACKWELL if mask_alignment == 0 else _BLACKWELL_MASK)[width]
     if mask_alignment == 0:
         return _HOPPER[width]
     return (_HOPPER_ALIGNED_MASK[width] if mask_alignment > 1 else ()) + _HOPPER_MASK[width]
@@ -638,10 +659,13 @@ def configurations(
 def default_configuration(
     candidates: Sequence[Configuration], sm_count: int, batch_heads: int, seqlen_q: int
 ) -> Configuration:
-    """The largest BLOCK_M that is not mostly padding and still gives every multiprocessor a program."""
+    """The largest BLOCK_M that is not mostly padding; more than 64 only if every multiprocessor gets a program.
+
+    With fewer than 64 queries a program, those of a short sequence are done no sooner: they all read all keys.
+    """
     for candidate in candidates:
         programs = batch_heads * triton.cdiv(seqlen_q, candidate.block_m)
-        if 2 * seqlen_q > candidate.block_m and programs >= sm_count:
+        if 2 * seqlen_q > candidate.block_m and (candidate.block_m <= 64 or programs >= sm_count):
             return candidate
     return min(candidates, key=lambda candidate: candidate.block_m)
 
@@ -655,7 +679,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 
 def alignment_of(*tensors: torch.Tensor) -> int:
-    """16 bytes in elements when every row of these tensors begins at a multiple of that (from a tensor's start), else 1.
+    """16 bytes in elements when every row of these tensors begins at a multiple of that from its start, else 1.
 
     Nothing between: each value is another compilation.
     """
@@ -748,7 +772,7 @@ def attention_forward(
         MASK_PER_QUERY=mask_strides[2] != 0,
         MASK_ALIGNMENT=1 if attn_mask is None else alignment_of(attn_mask),
         KEY_PADDING=_padding_kind(key_padding),
-        SCAN_PADDING=seqlen_k > 2 * block_n,
+        SCAN_PADDING=_padding_kind(key_padding) == BOOL.value and seqlen_k > 2 * block_n,
         IS_CAUSAL=is_causal,
         HIDDEN_ROWS_MEAN=hidden_rows == "mean" and (attn_mask is not None or key_padding is not None),
         ALIGNMENT=alignment_of(query, key, value),
@@ -791,7 +815,7 @@ def aot_case(
     hidden_rows: str = "zero",
     input_precision: str = "ieee",
 ) -> AotCase:
-    """The compilation that `attention_forward` triggers for tensors that are contiguous as [batch, seqlen, heads, dim]."""
+    """The compilation that `attention_forward` triggers for operands contiguous as [batch, seqlen, heads, dim]."""
     value_dim = head_dim if value_dim is None else value_dim
     element = TRITON_TYPES[dtype]
     block_d, block_dv = block_of(head_dim), block_of(value_dim)
@@ -824,7 +848,7 @@ def aot_case(
         "INPUT_PRECISION": input_precision,
         "USE_PDL": arch >= 90,
     }
-    signature = {name: f"*{element}" for name in ("query", "key", "value", "output")}
+    signature = dict.fromkeys(("query", "key", "value", "output"), f"*{element}")
     signature |= {"logsumexp": "*fp32", "scale": "fp32"}
     for argument, kind in (("attn_mask", attn_mask), ("key_padding", key_padding)):
         if kind is None:
@@ -879,13 +903,12 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
     for head_dim in (64, 128, 256):
         yield from cases(torch.float16, head_dim, plain)
         yield from cases(torch.float16, head_dim, {"mask": {"attn_mask": torch.bool, **padded}}, alignment=1)
-        if arch >= 90:
+        if arch // 10 == 9:
             aligned = {"aligned-bias": {"attn_mask": torch.float16}}
             yield from cases(torch.float16, head_dim, aligned, alignment=8)
         biased = {"bias": {"attn_mask": torch.float32, **padded}}
         yield from cases(torch.float32, head_dim, biased, "tf32")
         yield from cases(torch.float32, head_dim, biased, "ieee")
     yield from cases(torch.bfloat16, 40, {"lengths": {"key_padding": torch.int32}})
-    yield from cases(
-        torch.float16, 64, {"key-mask": {"attn_mask": torch.bool, "mask_per_query": False, "hidden_rows": "mean"}}
-    )
+    one_row = {"key-bias": {"attn_mask": torch.float16, "mask_per_query": False, "hidden_rows": "mean"}}
+    yield from cases(torch.float16, 64, one_row, alignment=8)

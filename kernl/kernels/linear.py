@@ -16,20 +16,19 @@ Floor: 2 M K sum(N_i) flops; bytes of the weights (few rows) or of input and out
 `kernl_linear_persistent`, many rows (Hopper and newer). As many programs as the chip holds, each walking over output
     tiles in an order that keeps the operands in L2; operands arrive through tensor descriptors; the copies for the
     next tile are under way while this one's bias and activation are computed, and with two programs an SM the products
-    of one hide the epilogue of the other. Columns of a tile may be 128 + 64: 192 divides the widths of transformers,
-    and 4096 rows by 768 columns are then 128 tiles for 132 SMs rather than 96 or 192.
+    of one hide the epilogue of the other.
 
 `kernl_linear_activation`, after a product that cuBLAS computed.
 
 Weights of one launch are read through their own pointers, so merging them copies nothing. Which weight a program works
-on depends on its tile alone. Tile order and split-K follow the public descriptions in the Triton tutorials and in
-NVIDIA's CUTLASS documentation.
+on depends on its tile alone. The number of rows is no part of what is compiled; the configuration, K and N are. Tile
+order and split-K follow the public descriptions in the Triton tutorials and in NVIDIA's CUTLASS documentation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -144,7 +143,7 @@ def prefetch_weight(weight_ptr, columns, stride_n, first_k, end_k, K_SPAN: tl.co
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def kernl_linear_tiles(
     input_ptr,
     weight0_ptr,
@@ -203,10 +202,11 @@ def kernl_linear_tiles(
     first_block = split * blocks_per_split
     end_block = tl.minimum(first_block + blocks_per_split, blocks_k)
 
-    # Rows and columns past the end read the last one again: loads need no mask along them, the store has one.
+    # Columns past the end read the last one again, so that their load needs no mask. Rows past the end are not read:
+    # with few rows most of a tile, in every program, would ask for one row, and wait in line for it.
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe_rows = tl.minimum(rows, M - 1).to(tl.int64)
+    wide_rows = rows.to(tl.int64)
     safe_columns = tl.minimum(columns, N - 1).to(tl.int64)
 
     if USE_PDL and PREFETCH_SPAN > 0:
@@ -229,7 +229,8 @@ def kernl_linear_tiles(
         k = tl.arange(0, BLOCK_K)
         k_input = k[None, :]  # [1, BLOCK_K]
         k_weight = k[:, None]  # [BLOCK_K, 1]
-        input_ptrs = input_ptr + safe_rows[:, None] * stride_input_m + k_input
+        row_exists = (rows < M)[:, None]
+        input_ptrs = input_ptr + wide_rows[:, None] * stride_input_m + k_input
         weight_ptrs = weight_ptr + safe_columns[None, :] * stride_weight_n + k_weight * stride_weight_k
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     else:
@@ -237,7 +238,8 @@ def kernl_linear_tiles(
         group = tl.arange(0, K_GROUPS)[:, None, None] * PART
         k_input = group + tl.arange(0, PART)[None, None, :]  # [K_GROUPS, 1, PART]
         k_weight = group + tl.arange(0, PART)[None, :, None]  # [K_GROUPS, PART, 1]
-        input_ptrs = input_ptr + safe_rows[None, :, None] * stride_input_m + k_input
+        row_exists = (rows < M)[None, :, None]
+        input_ptrs = input_ptr + wide_rows[None, :, None] * stride_input_m + k_input
         weight_ptrs = weight_ptr + safe_columns[None, None, :] * stride_weight_n + k_weight * stride_weight_k
         accumulator = tl.zeros((K_GROUPS, BLOCK_M, BLOCK_N), dtype=tl.float32)
     input_ptrs += first_block * BLOCK_K
@@ -245,11 +247,11 @@ def kernl_linear_tiles(
 
     for block in range(first_block, end_block):
         if EVEN_K:
-            x = tl.load(input_ptrs)
+            x = tl.load(input_ptrs, mask=row_exists, other=0.0)
             w = tl.load(weight_ptrs)
         else:
             left = K - block * BLOCK_K
-            x = tl.load(input_ptrs, mask=k_input < left, other=0.0)
+            x = tl.load(input_ptrs, mask=row_exists & (k_input < left), other=0.0)
             w = tl.load(weight_ptrs, mask=k_weight < left, other=0.0)
         accumulator = tl.dot(to_compute(x), to_compute(w), accumulator, input_precision=INPUT_PRECISION)
         input_ptrs += BLOCK_K
@@ -277,7 +279,7 @@ def kernl_linear_tiles(
         accumulator += bias[None, :]
     FULL_PRECISION: tl.constexpr = output0_ptr.dtype.element_ty == tl.float32
     result = activate(accumulator, ACTIVATION, FULL_PRECISION)
-    output_ptrs = output_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    output_ptrs = output_ptr + wide_rows[:, None] * N + columns[None, :]
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(output_ptrs, to_storage(result, output0_ptr.dtype.element_ty), mask=mask)
 
@@ -318,17 +320,13 @@ def finish_columns(
         output_desc.store([row, column], to_storage(result, output_desc.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def kernl_linear_persistent(
     input_desc,  # [M, K] in blocks of [BLOCK_M, BLOCK_K]
     weight0_desc,  # [N, K] in blocks of [BLOCK_N, BLOCK_K]
     weight1_desc,
     weight2_desc,
     weight3_desc,
-    tail0_desc,  # the same weights in blocks of [TAIL_N, BLOCK_K]
-    tail1_desc,
-    tail2_desc,
-    tail3_desc,
     output0_desc,  # [M, N] in blocks of [BLOCK_M, STORE_N]
     output1_desc,
     output2_desc,
@@ -348,7 +346,6 @@ def kernl_linear_persistent(
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TAIL_N: tl.constexpr,  # further columns of a tile, 0 or a power of two: a tile has BLOCK_N + TAIL_N columns
     BLOCK_K: tl.constexpr,
     STORE_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -356,31 +353,21 @@ def kernl_linear_persistent(
 ):
     let_next_kernel_start(USE_PDL)
     wait_for_previous_kernel(USE_PDL)
-    TILE_N: tl.constexpr = BLOCK_N + TAIL_N
     tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = count_column_tiles(N0, N1, N2, N3, TILE_N, COUNT)
+    tiles_n = count_column_tiles(N0, N1, N2, N3, BLOCK_N, COUNT)
     blocks_k = tl.cdiv(K, BLOCK_K)
     tl.assume(blocks_k > 0)  # or the compiler keeps a copy of the epilogue for products over nothing
-    # Flattened, the two loops become one, whose pipeline runs on from tile to tile. With two accumulators the compiler
-    # would then wait for each single matrix instruction, which costs more.
-    FLATTEN: tl.constexpr = TAIL_N == 0
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        which, tile_m, tile_n = place_of_tile(tile, tiles_m, tiles_n, N0, N1, N2, TILE_N, COUNT, GROUP_M)
+    # Flattened, the two loops become one, whose pipeline runs on from tile to tile.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        which, tile_m, tile_n = place_of_tile(tile, tiles_m, tiles_n, N0, N1, N2, BLOCK_N, COUNT, GROUP_M)
         row = tile_m * BLOCK_M
-        column = tile_n * TILE_N
+        column = tile_n * BLOCK_N
         weight_desc = pick(which, weight0_desc, weight1_desc, weight2_desc, weight3_desc, COUNT)
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        if TAIL_N > 0:
-            tail_desc = pick(which, tail0_desc, tail1_desc, tail2_desc, tail3_desc, COUNT)
-            accumulator_tail = tl.zeros((BLOCK_M, TAIL_N), dtype=tl.float32)
         for block in range(blocks_k):
             x = to_compute(input_desc.load([row, block * BLOCK_K]))  # [BLOCK_M, BLOCK_K]
             w = to_compute(weight_desc.load([column, block * BLOCK_K]))  # [BLOCK_N, BLOCK_K]
-            if TAIL_N > 0:
-                tail = to_compute(tail_desc.load([column + BLOCK_N, block * BLOCK_K]))  # [TAIL_N, BLOCK_K]
             accumulator = tl.dot(x, w.T, accumulator)
-            if TAIL_N > 0:
-                accumulator_tail = tl.dot(x, tail.T, accumulator_tail)
 
         N = pick_number(which, N0, N1, N2, N3, COUNT)
         output_desc = pick(which, output0_desc, output1_desc, output2_desc, output3_desc, COUNT)
@@ -388,29 +375,20 @@ def kernl_linear_persistent(
         if BIAS_MASK != 0:
             bias_ptr = pick(which, bias0_ptr, bias1_ptr, bias2_ptr, bias3_ptr, COUNT)
         finish_columns(accumulator, output_desc, bias_ptr, row, column, N, which, BIAS_MASK, COUNT, ACTIVATION, STORE_N)
-        if TAIL_N > 0:
-            finish_columns(
-                accumulator_tail,
-                output_desc,
-                bias_ptr,
-                row,
-                column + BLOCK_N,
-                N,
-                which,
-                BIAS_MASK,
-                COUNT,
-                ACTIVATION,
-                STORE_N,
-            )
 
 
-@triton.jit
-def kernl_linear_activation(values_ptr, elements, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
-    """Apply an activation in place."""
+@triton.jit(do_not_specialize=["chunks"])
+def kernl_linear_activation(
+    values_ptr, chunks, CHUNK: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
+):
+    """Apply an activation in place to chunks * CHUNK values.
+
+    CHUNK tells the compiler what divides the number of values, which is what lets it load several at once.
+    """
     let_next_kernel_start(USE_PDL)
     wait_for_previous_kernel(USE_PDL)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < elements
+    mask = offsets < chunks.to(tl.int64) * CHUNK
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     values = to_compute(tl.load(values_ptr + offsets, mask=mask, other=0.0)).to(tl.float32)
     result = activate(values, ACTIVATION, dtype == tl.float32)
@@ -422,7 +400,7 @@ class LinearConfig:
     """One way to run a linear layer with the kernels of this file.
 
     persistent: `kernl_linear_persistent`, else `kernl_linear_tiles`.
-    tail_n (persistent): further columns of a tile. programs_per_sm (persistent): how many share an SM.
+    programs_per_sm (persistent): how many share an SM.
     store_n (persistent): columns finished and stored at a time. Few need less shared memory; a store waits for the one
     before it to have left the staging buffer.
     k_groups, split_k (tiles): parts of K worked on side by side in one program, and by different programs.
@@ -434,7 +412,6 @@ class LinearConfig:
     num_warps: int
     num_stages: int
     persistent: bool = False
-    tail_n: int = 0
     programs_per_sm: int = 1
     store_n: int = 64
     k_groups: int = 1
@@ -443,8 +420,7 @@ class LinearConfig:
     @property
     def name(self) -> str:
         """Readable and unique: what the tuning tables and reports call it."""
-        columns = f"{self.block_n}" + (f"+{self.tail_n}" if self.tail_n else "")
-        text = f"{'persistent' if self.persistent else 'tiles'}_{self.block_m}x{columns}x{self.block_k}"
+        text = f"{'persistent' if self.persistent else 'tiles'}_{self.block_m}x{self.block_n}x{self.block_k}"
         text += f"_w{self.num_warps}_s{self.num_stages}"
         text += f"_groups{self.k_groups}" if self.k_groups > 1 else ""
         text += f"_split{self.split_k}" if self.split_k > 1 else ""
@@ -452,7 +428,7 @@ class LinearConfig:
         return text + (f"_{self.programs_per_sm}per_sm" if self.programs_per_sm > 1 else "")
 
     def column_tiles(self, columns: Sequence[int]) -> int:
-        return sum(-(-n // (self.block_n + self.tail_n)) for n in columns)
+        return sum(-(-n // self.block_n) for n in columns)
 
     def tiles(self, rows: int, columns: Sequence[int]) -> int:
         """Output tiles of the whole problem: the counters and partial sums that split_k needs are that many."""
@@ -460,80 +436,45 @@ class LinearConfig:
 
 
 _GROUP_M = 8
+_ANY = 1 << 62  # of rows
 _MAX_PREFETCH_SPAN = 8192
 
-# Hopper and newer. Each row class names few configurations, since trying one costs a compilation.
-_HOPPER_16_ROWS = (
-    LinearConfig(16, 16, 256, 4, 4, k_groups=4),
-    LinearConfig(16, 32, 256, 4, 4, k_groups=4),
-    LinearConfig(16, 8, 512, 4, 4, k_groups=4),
-    LinearConfig(16, 16, 512, 8, 3, k_groups=8),
-    LinearConfig(16, 16, 256, 4, 4, k_groups=4, split_k=2),
-    LinearConfig(16, 16, 256, 4, 4, k_groups=4, split_k=4),
-)
-_HOPPER_64_ROWS = (
-    LinearConfig(32, 32, 256, 4, 3, k_groups=4),
-    LinearConfig(16, 32, 256, 4, 4, k_groups=4),
-    LinearConfig(64, 16, 256, 4, 3),
-    LinearConfig(64, 32, 128, 4, 4),
-    LinearConfig(64, 32, 128, 4, 4, split_k=2),
-    LinearConfig(64, 32, 128, 4, 4, split_k=4),
-)
-_HOPPER_256_ROWS = (
-    LinearConfig(32, 32, 256, 4, 3, k_groups=4),
-    LinearConfig(64, 16, 256, 4, 3),
-    LinearConfig(64, 32, 128, 4, 4),
-    LinearConfig(64, 64, 128, 4, 4),
-    LinearConfig(64, 32, 128, 4, 4, split_k=2),
-    LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2),
-)
-_HOPPER_512_ROWS = (
-    LinearConfig(64, 32, 128, 4, 4),
-    LinearConfig(64, 64, 128, 4, 4),
-    LinearConfig(64, 64, 128, 4, 4, split_k=2),
-    LinearConfig(64, 64, 64, 4, 4, persistent=True, programs_per_sm=2),
-    LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2),
-    LinearConfig(128, 128, 64, 8, 5, persistent=True, store_n=128),
-)
-_HOPPER_2048_ROWS = (
-    LinearConfig(64, 64, 64, 4, 4, persistent=True, programs_per_sm=2),
-    LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2),
-    LinearConfig(128, 128, 64, 4, 3, persistent=True, programs_per_sm=2),
-    LinearConfig(128, 128, 64, 8, 5, persistent=True, store_n=128),
-    LinearConfig(128, 128, 64, 8, 4, persistent=True, tail_n=64),
-    LinearConfig(128, 256, 64, 8, 3, persistent=True, store_n=256),
-)
-_HOPPER_MANY_ROWS = (
-    LinearConfig(128, 128, 64, 4, 3, persistent=True, programs_per_sm=2),
-    LinearConfig(128, 128, 64, 8, 4, persistent=True, tail_n=64),
-    LinearConfig(128, 256, 64, 8, 3, persistent=True, store_n=256),
-    LinearConfig(128, 256, 64, 8, 4, persistent=True),
-)
-
+# Hopper and newer: what was the fastest, or within a few percent of it, for some width of transformer on an H200. Each
+# row class names few, since trying one costs a compilation.
+_T16X16 = LinearConfig(16, 16, 256, 4, 4, k_groups=4)
+_T16X32 = LinearConfig(16, 32, 256, 4, 4, k_groups=4)
+_T64X32 = LinearConfig(64, 32, 128, 4, 4)
+_T64X64 = LinearConfig(64, 64, 128, 4, 4)
+_P64X128 = LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2)
+_P128X128 = LinearConfig(128, 128, 64, 4, 3, persistent=True, programs_per_sm=2)
+_P128X128_ALONE = LinearConfig(128, 128, 64, 8, 5, persistent=True, store_n=128)
+_P128X256 = LinearConfig(128, 256, 64, 8, 3, persistent=True, store_n=256)
+_HOPPER = {
+    16: (_T16X16, _T16X32),
+    32: (_T16X32, _T64X32),
+    64: (_T64X32, replace(_T64X32, split_k=4)),
+    256: (_T64X32, _T64X64, replace(_T64X64, split_k=2), _P64X128),
+    512: (_T64X32, _T64X64, _P64X128),
+    2048: (_P64X128, _P128X128, _P128X128_ALONE),
+    _ANY: (_P128X128, _P128X256),
+}
 # Ampere and Ada, and operands a tensor descriptor cannot describe.
-_POINTERS_MANY_ROWS = (
-    LinearConfig(64, 64, 64, 4, 3),
-    LinearConfig(64, 128, 64, 4, 3),
-    LinearConfig(128, 128, 32, 8, 4),
-    LinearConfig(128, 128, 64, 8, 3),
-)
-_POINTERS_256_ROWS = (
-    LinearConfig(64, 32, 128, 4, 3),
-    LinearConfig(64, 64, 64, 4, 4),
-    LinearConfig(64, 64, 64, 4, 4, split_k=2),
-    LinearConfig(64, 128, 64, 4, 3),
-)
-_POINTERS_FEW_ROWS = (
-    LinearConfig(16, 16, 256, 4, 3, k_groups=4),
-    LinearConfig(16, 32, 256, 4, 3, k_groups=4),
-    LinearConfig(32, 32, 128, 4, 4),
-    LinearConfig(32, 32, 128, 4, 4, split_k=4),
-)
-_FLOAT32 = (
-    LinearConfig(16, 32, 64, 4, 3),
-    LinearConfig(16, 32, 64, 4, 3, split_k=4),
-    LinearConfig(32, 32, 32, 4, 3),
-)
+_POINTERS = {
+    64: (
+        LinearConfig(16, 16, 256, 4, 3, k_groups=4),
+        LinearConfig(16, 32, 256, 4, 3, k_groups=4),
+        LinearConfig(32, 32, 128, 4, 4),
+        LinearConfig(32, 32, 128, 4, 4, split_k=4),
+    ),
+    256: (LinearConfig(64, 32, 128, 4, 3), LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 4, 3)),
+    _ANY: (
+        LinearConfig(64, 64, 64, 4, 3),
+        LinearConfig(64, 128, 64, 4, 3),
+        LinearConfig(128, 128, 32, 8, 4),
+        LinearConfig(128, 128, 64, 8, 3),
+    ),
+}
+_FLOAT32 = (LinearConfig(16, 32, 64, 4, 3), LinearConfig(16, 32, 64, 4, 3, split_k=4))
 
 
 def configs(arch: int, rows: int, dtype: torch.dtype, *, tma: bool) -> tuple[LinearConfig, ...]:
@@ -543,16 +484,8 @@ def configs(arch: int, rows: int, dtype: torch.dtype, *, tma: bool) -> tuple[Lin
     """
     if dtype == torch.float32:
         return _FLOAT32 if rows <= 32 else ()
-    hopper = arch >= 90
-    if rows <= 16:
-        return _HOPPER_16_ROWS if hopper else _POINTERS_FEW_ROWS
-    if rows <= 64:
-        return _HOPPER_64_ROWS if hopper else _POINTERS_FEW_ROWS
-    if rows <= 256:
-        return _HOPPER_256_ROWS if hopper and tma else _POINTERS_256_ROWS
-    if hopper and tma:
-        return _HOPPER_512_ROWS if rows <= 512 else _HOPPER_2048_ROWS if rows <= 2048 else _HOPPER_MANY_ROWS
-    return _POINTERS_MANY_ROWS
+    classes = _HOPPER if arch >= 90 and (tma or rows <= 64) else _POINTERS
+    return next(offered for most, offered in classes.items() if rows <= most)
 
 
 def fits_descriptors(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
@@ -617,7 +550,7 @@ def launch_tiles(
         rows,
         *_padded(columns),
         inner,
-        input.stride(0),
+        input.stride(0) if rows > 1 else inner,  # the stride of one row may be anything, and is never followed
         *_padded([weight.stride(0) for weight in weights]),
         stride_k,
         COUNT=len(weights),
@@ -664,7 +597,6 @@ def launch_persistent(
     kernl_linear_persistent[(programs,)](
         described([input], [block_m, block_k])[0],
         *described(weights, [block_n, block_k]),
-        *described(weights if config.tail_n else [], [config.tail_n, block_k]),
         *described(outputs, [block_m, config.store_n]),
         *_padded([fallback if bias is None else bias for bias in biases]),
         rows,
@@ -675,7 +607,6 @@ def launch_persistent(
         ACTIVATION=activation,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        TAIL_N=config.tail_n,
         BLOCK_K=block_k,
         STORE_N=config.store_n,
         GROUP_M=_GROUP_M,
@@ -694,16 +625,23 @@ def launch_activation(values: torch.Tensor, activation: str, *, use_pdl: bool = 
     elements = values.numel()
     if elements == 0:
         return
+    chunk = activation_chunk(values.shape[-1])
     count_launch("linear_activation")
     kernl_linear_activation[(-(-elements // _ACTIVATION_BLOCK),)](
         values,
-        elements,
+        elements // chunk,
+        CHUNK=chunk,
         ACTIVATION=activation,
         BLOCK=_ACTIVATION_BLOCK,
         USE_PDL=use_pdl,
         num_warps=8,
         **({"launch_pdl": True} if use_pdl else {}),
     )
+
+
+def activation_chunk(columns: int) -> int:
+    """What the activation kernel is told to divide the number of values, from their last size alone."""
+    return 16 if columns % 16 == 0 else 1
 
 
 def _tiles_case(
@@ -773,15 +711,13 @@ def _persistent_case(config: LinearConfig, dtype: torch.dtype, activation: str, 
     signature = {"input_desc": descriptor(config.block_m, config.block_k), "M": "i32", "K": "i32"}
     constexprs: dict[str, object] = {}
     for index in range(MAX_MERGED):
-        used = index < count
-        for name, kind, present in (
-            (f"weight{index}_desc", descriptor(config.block_n, config.block_k), used),
-            (f"tail{index}_desc", descriptor(config.tail_n, config.block_k), used and config.tail_n > 0),
-            (f"output{index}_desc", descriptor(config.block_m, store_n), used),
-            (f"bias{index}_ptr", "*" + element, used),
-            (f"N{index}", "i32", used),
+        for name, kind in (
+            (f"weight{index}_desc", descriptor(config.block_n, config.block_k)),
+            (f"output{index}_desc", descriptor(config.block_m, store_n)),
+            (f"bias{index}_ptr", "*" + element),
+            (f"N{index}", "i32"),
         ):
-            if present:
+            if index < count:
                 signature[name] = kind
             else:
                 constexprs[name] = None
@@ -791,7 +727,6 @@ def _persistent_case(config: LinearConfig, dtype: torch.dtype, activation: str, 
         "ACTIVATION": activation,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "TAIL_N": config.tail_n,
         "BLOCK_K": config.block_k,
         "STORE_N": store_n,
         "GROUP_M": _GROUP_M,
@@ -815,7 +750,7 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
         return
     hopper = arch >= 90
     seen = set()
-    for rows in (16, 64, 256, 512, 2048, 16384):
+    for rows in (16, 32, 64, 256, 512, 2048, 16384):
         for config in configs(arch, rows, torch.float16, tma=True):
             for activation, count in (("gelu", 1), ("none", 3)):
                 case = (
@@ -838,9 +773,8 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
         yield AotCase(
             f"activation-{TRITON_TYPES[dtype]}",
             kernl_linear_activation,
-            {"values_ptr": "*" + TRITON_TYPES[dtype], "elements": "i32"},
-            {"ACTIVATION": "gelu", "BLOCK": _ACTIVATION_BLOCK, "USE_PDL": hopper},
+            {"values_ptr": "*" + TRITON_TYPES[dtype], "chunks": "i32"},
+            {"CHUNK": 16, "ACTIVATION": "gelu", "BLOCK": _ACTIVATION_BLOCK, "USE_PDL": hopper},
             num_warps=8,
-            divisible_by_16=("elements",),
             options={"launch_pdl": True} if hopper else {},
         )

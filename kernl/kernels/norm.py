@@ -64,7 +64,7 @@ def _row_offsets(row, inner_rows, outer_stride, inner_stride, FLAT: tl.constexpr
         return outer * outer_stride + inner * inner_stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "inner_rows"])
 def kernl_layer_norm_rows(
     input,
     residual,
@@ -129,7 +129,7 @@ def kernl_layer_norm_rows(
     tl.store(output + output_offset, to_storage(y, output.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner_rows"])
 def kernl_layer_norm_streamed(
     input,
     residual,

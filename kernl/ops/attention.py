@@ -6,15 +6,15 @@
     reference_attention                 the formulas, in any floating-point type
 
 Which implementation runs. On a GPU from Ampere on: one of the tilings of kernl's kernel, or, where nothing is masked,
-PyTorch's FlashAttention-2 or cuDNN if that measured faster for this class of problem. Everywhere else, for float64, for a
-head_dim over 256 and for no keys at all: plain PyTorch.
+PyTorch's FlashAttention-2 or cuDNN if that measured faster for this class of problem. Everywhere else, for float64, for
+a head_dim over 256 (over 128 for float32 without TF32) and for no keys at all: plain PyTorch.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
 import torch
@@ -30,13 +30,15 @@ from kernl.kernels.attention import (
     default_configuration,
     supports_tma,
 )
-from kernl.ops.common import cast, define_op, empty, kernel_runs_on, on_device_of, use_pdl
+from kernl.ops.common import Ahead, cast, define_op, empty, kernel_runs_on, on_device_of, use_pdl
 from kernl.runtime.capability import capability_of
 from kernl.runtime.tuning import Candidate, choose
 
 HIDDEN_ROWS = ("zero", "mean")
 """What a query that sees no key gets: zero, or the mean of all values."""
 
+# From this many scores on cuDNN is ahead where nothing is masked (H200).
+_SCORES_FOR_CUDNN = 2**25
 # Scores held in memory at a time by the backward pass.
 _BACKWARD_SCORES = 2**25
 
@@ -78,7 +80,7 @@ def _visible_keys(
     seqlen_k: int,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Which keys the queries `rows` may see: bool, broadcastable to [batch, heads, len(rows), seqlen_k]; None for all."""
+    """Which keys the queries `rows` may see: bool, broadcastable to [batch, heads, rows, seqlen_k]; None for all."""
     visible = None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = attn_mask
@@ -114,7 +116,7 @@ def _slice_rows(mask: torch.Tensor | None, rows: range) -> torch.Tensor | None:
 
 
 def _by_key_head(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
-    """[batch, heads, rows, dim] as [batch, key_heads, group * rows, dim]: the queries that share a key head together."""
+    """[batch, heads, rows, dim] as [batch, key_heads, group * rows, dim]: queries that share a key head together."""
     batch, heads, rows, dim = tensor.shape
     return tensor.reshape(batch, key_heads, heads // key_heads * rows, dim)
 
@@ -278,13 +280,11 @@ def _attention(
     hidden_rows: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """CPU and CUDA implementation."""
-    if (
-        not kernel_runs_on(query, "attention")
-        or max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM
-        or min(query.numel(), key.numel(), value.numel()) == 0
-        or (attn_mask is not None and attn_mask.dtype == torch.float64)
-    ):
+    if not _kernel_takes(query, key, value, attn_mask):
         return _plain_pytorch(query, key, value, attn_mask, key_padding, scale, is_causal, hidden_rows)
+    if key_padding is None and attn_mask is not None and attn_mask.dtype == torch.bool:
+        key_padding = _as_key_padding(attn_mask, query.shape[0], key.shape[2])
+        attn_mask = attn_mask if key_padding is None else None
     if scale <= 0:
         # The kernel takes the maximum of the scores before it scales them. Negation is exact.
         query, scale = (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
@@ -292,13 +292,62 @@ def _attention(
         runs, problem, default = implementations(
             query, key, value, attn_mask, key_padding, scale, is_causal, hidden_rows
         )
+        # On Hopper the default follows measurements: nothing is measured unless KERNL_TUNING=measure.
         name = choose(
-            "attention", problem, lambda: [Candidate(name, run) for name, run in runs.items()], default=default
+            "attention",
+            problem,
+            lambda: [Candidate(name, run) for name, run in runs.items()],
+            default=default,
+            trusted=capability_of(query.device).arch == 90,
         )
         return runs.get(name, runs[default])()
 
 
+def _kernel_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
+    widest = max(query.shape[3], value.shape[3])
+    ieee = query.is_cuda and query.dtype == torch.float32 and _float32_precision() == "ieee"
+    return (
+        kernel_runs_on(query, "attention")
+        and widest <= MAX_HEAD_DIM
+        and not (widest > 128 and ieee)
+        and min(query.numel(), key.numel(), value.numel()) > 0
+        and (attn_mask is None or attn_mask.dtype != torch.float64)
+    )
+
+
+def _as_key_padding(attn_mask: torch.Tensor, batch: int, seqlen_k: int) -> torch.Tensor | None:
+    """A bool mask that is the same for all heads and queries, as a key padding, whose hidden tiles are skipped."""
+    mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if any(mask.shape[dim] > 1 and mask.stride(dim) != 0 for dim in (1, 2)):
+        return None
+    return mask[:, 0, 0].expand(batch, seqlen_k)
+
+
 Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _tilings(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask_alignment: int
+) -> tuple[Configuration, ...]:
+    """Those of kernl's kernel that can take these tensors."""
+    tilings = configurations(
+        capability_of(query.device).arch,
+        query.dtype,
+        query.shape[3],
+        value.shape[3],
+        input_precision=_float32_precision() if query.dtype == torch.float32 else "ieee",
+        mask_alignment=mask_alignment,
+    )
+    if supports_tma(key) and supports_tma(value):
+        return tilings
+    return tuple(tiling for tiling in tilings if not tiling.uses_tma)
+
+
+def _mask_alignment(mask: torch.Tensor | None) -> int:
+    """0 without a mask, else the alignment of its rows; one row that serves all queries counts as aligned."""
+    if mask is None:
+        return 0
+    return 16 if mask.shape[2] == 1 or mask.stride(2) == 0 else alignment_of(mask)
 
 
 def implementations(
@@ -317,18 +366,8 @@ def implementations(
     capability = capability_of(query.device)
     precision = _float32_precision() if query.dtype == torch.float32 else "ieee"
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, seqlen_q, seqlen_k)
-    rows_differ = mask is not None and mask.stride(2) != 0 and seqlen_q > 1
-    mask_alignment = alignment_of(mask) if mask is not None and rows_differ else 0
-    tilings = configurations(
-        capability.arch,
-        query.dtype,
-        head_dim,
-        value_dim,
-        input_precision=precision,
-        mask_alignment=mask_alignment,
-    )
-    if not (supports_tma(key) and supports_tma(value)):
-        tilings = tuple(tiling for tiling in tilings if not tiling.uses_tma)
+    mask_alignment = _mask_alignment(mask)
+    tilings = _tilings(query, key, value, mask_alignment)
     default = default_configuration(tilings, capability.sm_count, batch * heads, seqlen_q)
 
     def launch(configuration: Configuration) -> tuple[torch.Tensor, torch.Tensor]:
@@ -352,6 +391,9 @@ def implementations(
 
     runs: dict[str, Run] = {tiling.name: functools.partial(launch, tiling) for tiling in tilings}
     runs |= _torch_on_gpu(query, key, value, attn_mask, key_padding, scale, is_causal)
+    name = default.name
+    if capability.arch == 90 and "cudnn" in runs and batch * heads * seqlen_q * seqlen_k >= _SCORES_FOR_CUDNN:
+        name = "cudnn"
     # Sizes go by powers of two, so that most new shapes belong to a class that is known already.
     problem = (
         str(query.dtype).removeprefix("torch."),
@@ -367,7 +409,7 @@ def implementations(
         "none" if key_padding is None else "bool" if key_padding.dtype == torch.bool else "lengths",
         *(name in runs for name in ("flash", "cudnn")),
     )
-    return runs, problem, default.name
+    return runs, problem, name
 
 
 def _torch_on_gpu(
@@ -405,7 +447,7 @@ def _torch_on_gpu(
         output, logsumexp = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, is_causal, False, scale=scale
         )[:2]
-        return _in_output_layout(output, logsumexp.view(query.shape[:3]), query, value)
+        return _in_output_layout(output, logsumexp.reshape(query.shape[:3]), query, value)
 
     runs: dict[str, Run] = {"flash": flash}
     # cuDNN refuses single tokens in some versions.
@@ -415,8 +457,72 @@ def _torch_on_gpu(
 
 
 def _float32_precision() -> str:
-    """ "tf32" or "ieee", as either of PyTorch's two switches says; the older one cannot be read once the newer is set."""
+    """Whether TF32 is allowed, by either of PyTorch's switches: the older cannot be read once the newer was set."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def _kernels_ahead(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    key_padding: torch.Tensor | None,
+    scale: float,
+    is_causal: bool,
+    hidden_rows: str,
+) -> Iterator[Ahead]:
+    """The default tilings of all batches and sequence lengths, for masks like these.
+
+    A mask with a row per query is taken with aligned rows; the padding of short sequences is read in another way than
+    that of long ones, which is another compilation.
+    """
+    if not _kernel_takes(query, key, value, attn_mask):
+        return
+    batch, heads, seqlen_q, head_dim = query.shape
+    seqlen_k = key.shape[2]
+    if key_padding is None and attn_mask is not None and attn_mask.dtype == torch.bool:
+        key_padding = _as_key_padding(attn_mask, batch, seqlen_k)
+        attn_mask = attn_mask if key_padding is None else None
+    mask = None if attn_mask is None else attn_mask.expand(batch, heads, seqlen_q, seqlen_k)
+    per_query = mask is not None and seqlen_q > 1 and mask.stride(2) != 0
+
+    def tiny(like: torch.Tensor, seqlen: int) -> torch.Tensor:
+        _, count, _, dim = like.shape
+        if like.stride(1) > like.stride(2):
+            return like.new_zeros(1, count, seqlen, dim)
+        return like.new_zeros(1, seqlen, count, dim).transpose(1, 2)
+
+    def operands(seqlen: int) -> tuple[torch.Tensor | None, ...]:
+        small_mask = small_padding = None
+        if mask is not None:
+            small_mask = mask.new_zeros(1, 1, seqlen if per_query else 1, seqlen).expand(1, heads, seqlen, seqlen)
+        if key_padding is not None:
+            small_padding = key_padding.new_ones((1, seqlen) if key_padding.dtype == torch.bool else (1,))
+        return tiny(query, seqlen), tiny(key, seqlen), tiny(value, seqlen), small_mask, small_padding
+
+    def launch(tiling: Configuration, seqlen: int) -> None:
+        small = operands(seqlen)
+        with on_device_of(query):
+            runs = implementations(*small, abs(scale) or 1.0, is_causal, hidden_rows)[0]  # type: ignore[arg-type]
+            runs[tiling.name]()
+
+    small_query, small_key, small_value, small_mask, _ = operands(64)
+    assert small_query is not None and small_key is not None and small_value is not None
+    tilings = _tilings(small_query, small_key, small_value, _mask_alignment(small_mask))
+    sm_count = capability_of(query.device).sm_count
+    defaults = dict.fromkeys(
+        default_configuration(tilings, sm_count, heads << batch_bits, 1 << length_bits)
+        for batch_bits in range(0, 9, 2)
+        for length_bits in range(13)
+    )
+    kinds = tuple(None if tensor is None else tensor.dtype for tensor in (query, value, mask, key_padding))
+    sixteens = tuple(tensor.stride(2) % 16 == 0 for tensor in (small_query, small_key, small_value))
+    sizes = (head_dim, value.shape[3], heads // key.shape[1], sixteens, per_query, _float32_precision())
+    for tiling in defaults:
+        short, long = 16, 2 * tiling.block_n + 16
+        for seqlen in (short, long) if key_padding is not None and key_padding.dtype == torch.bool else (short,):
+            key_of = (tiling, kinds, sizes, is_causal, hidden_rows, seqlen == long)
+            yield key_of, functools.partial(launch, tiling, seqlen)
 
 
 def _attention_fake(
@@ -590,6 +696,7 @@ attention_op = define_op(
     fake=_attention_fake,
     autograd=(_setup_context, _backward),
     autocast=_autocast,
+    ahead=_kernels_ahead,
 )
 
 
@@ -650,13 +757,13 @@ def attention(
         included, has no influence. Tiles of keys before the first and after the last visible one cost nothing.
     is_causal: query i sees keys j <= i, both counted from 0 (torch's meaning). Combines with the masks.
     scale: 1 / sqrt(head_dim) by default.
-    hidden_rows: what a query that sees no key gets: "zero" (as torch's sdpa; logsumexp -inf), or "mean", the mean of all
-        seqlen_k values (as adding finfo.min to all its scores gives; logsumexp is float32's lowest number).
+    hidden_rows: what a query that sees no key gets: "zero" (as torch's sdpa; logsumexp -inf), or "mean", the mean of
+        all seqlen_k values (as adding finfo.min to all its scores gives; logsumexp is float32's lowest number).
     return_logsumexp: return (output, logsumexp).
 
-    Returns output [batch, heads, seqlen_q, value_dim] of query's type, contiguous as [batch, seqlen_q, heads, value_dim];
-    logsumexp is float32 [batch, heads, seqlen_q], natural logarithm. Both are differentiable in query, key, value and a
-    float attn_mask. float32 operands honour PyTorch's matmul precision (TF32 or not).
+    Returns output [batch, heads, seqlen_q, value_dim] of query's type, contiguous as [batch, seqlen_q, heads,
+    value_dim]; logsumexp is float32 [batch, heads, seqlen_q], natural logarithm. Both are differentiable in query, key,
+    value and a float attn_mask. float32 operands honour PyTorch's matmul precision (TF32 or not).
 
     Raises ValueError when shapes, types or devices do not fit, TypeError when an operand is not floating point.
     Source: Dao, "FlashAttention-2" (2023).

@@ -8,6 +8,7 @@ An op of kernl is a `torch.library` op `torch.ops.kernl.<name>`. `define_op` reg
     fake         the shape function; it allocates as the implementations do, so that strides agree
     autograd     (setup_context, backward), as `torch.library.register_autograd` takes them
     autocast     what `torch.autocast` changes, by hand: torch's own helper casts *every* float tensor to one type
+    ahead        which compiled kernels the op could need for other numbers of rows, so that they can be made early
 
 Outputs are allocated with `empty`, in fake, CPU and CUDA code alike, so that tests can fill them with NaN and see an
 element that no kernel wrote.
@@ -15,10 +16,13 @@ element that no kernel wrote.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, overload
 
 import torch
 
@@ -27,6 +31,13 @@ from kernl.runtime.capability import capability_of
 
 LIB = torch.library.Library("kernl", "FRAGMENT")
 """Owner of every registration; the ops live as long as it does."""
+
+Ahead: TypeAlias = tuple[Hashable, Callable[[], None]]
+"""A compiled kernel: what tells it apart from others, and a function that compiles, loads and launches it."""
+
+_ahead: dict[Any, Callable[..., Iterator[Ahead]]] = {}
+_made_ahead: set[Hashable] = set()
+_made_ahead_lock = threading.Lock()
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Element types the kernels take. Anything else runs the reference."""
@@ -146,6 +157,7 @@ def define_op(
     fake: Callable[..., Any],
     autograd: tuple[Callable[..., None], Callable[..., Any]] | None = None,
     autocast: Callable[..., Any] | None = None,
+    ahead: Callable[..., Iterator[Ahead]] | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> Any:
     """Register `torch.ops.kernl.<name>` with all its parts and return the overload, ready to be called.
@@ -157,6 +169,9 @@ def define_op(
     autograd: (setup_context(ctx, inputs, output), backward(ctx, *grads)).
     autocast: `autocast(dtype, device_type, *args, **kwargs)` runs with autocast off for this op; it casts what it wants
         and calls the op.
+    ahead: for the arguments of a call, one pair (key, function) for each compiled kernel that the op could choose for
+        other numbers of rows, other batches or sequence lengths. The function launches it on tiny tensors of its own,
+        reading the given weights at most. See `ahead_of`.
     tags: further `torch.Tag`s; pt2_compliant_tag is always there.
     """
     name = schema.partition("(")[0].strip()
@@ -170,7 +185,75 @@ def define_op(
     if autocast is not None:
         LIB.impl(name, _under_autocast(autocast, "cuda"), "AutocastCUDA")
         LIB.impl(name, _under_autocast(autocast, "cpu"), "AutocastCPU")
-    return getattr(torch.ops.kernl, name).default
+    overload = getattr(torch.ops.kernl, name).default
+    if ahead is not None:
+        _ahead[overload] = ahead
+    return overload
+
+
+def ahead_of(op: Any, args: Sequence[Any]) -> list[Ahead]:
+    """The compiled kernels that calls of `op` with other numbers of rows than these may need; none on a plain CPU.
+
+    op: `torch.ops.kernl.<name>` or its default overload; any other op has none.
+    args: the positional arguments of a call, default values filled in.
+    """
+    function = _ahead.get(getattr(op, "default", op))
+    if function is None:
+        return []
+    device = next((tensor.device for tensor in _tensors(args)), None)
+    return [((str(op), str(device), key), run) for key, run in function(*args)]
+
+
+def compile_ahead(pairs: Iterable[Ahead], *, workers: int | None = None) -> list[str]:
+    """Run the functions of `ahead_of`, each key once in the life of the process. Returns what failed, in words.
+
+    workers: threads, by default as many as there are processors, at most 8; with 1 all runs in this thread. Compilation
+        spends its time in LLVM and ptxas, which run side by side. The kernels are launched on the current stream of the
+        calling thread and have finished when this returns. Not to be called while a graph is captured.
+    """
+    todo: dict[Hashable, Callable[[], None]] = {}
+    with _made_ahead_lock:
+        for key, run in pairs:
+            if key not in _made_ahead:
+                todo.setdefault(key, run)
+        _made_ahead.update(todo)
+    if not todo:
+        return []
+    on_gpu = torch.cuda.is_available()
+    stream = torch.cuda.current_stream() if on_gpu else None
+
+    def attempt(item: tuple[Hashable, Callable[[], None]]) -> str | None:
+        key, run = item
+        try:
+            # Device, stream and grad mode belong to a thread.
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext(), torch.inference_mode():
+                run()
+            return None
+        except Exception as error:
+            with _made_ahead_lock:
+                _made_ahead.discard(key)
+            text = str(error).strip()
+            return f"{key}: {type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
+
+    count = min(workers or min(8, os.cpu_count() or 1), len(todo))
+    if INTERPRET:
+        count = 1  # the interpreter replaces parts of Triton's language for all threads while a kernel runs
+    if count <= 1:
+        outcomes = [attempt(item) for item in todo.items()]
+    else:
+        with concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="kernl-compile") as pool:
+            outcomes = list(pool.map(attempt, todo.items()))
+    if stream is not None:
+        stream.synchronize()
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors(argument)
 
 
 def _under_autocast(rule: Callable[..., Any], device_type: str) -> Callable[..., Any]:

@@ -7,17 +7,21 @@
 apply bias and activation in fp32 and round once, where plain PyTorch rounds before the activation too.
 fp32 products honour PyTorch's matmul precision (TF32 only where it is switched on).
 
-Which implementation runs is measured once per class of problems (kernl/runtime/tuning.py): cuBLAS followed by our
-activation kernel, cuBLASLt's own epilogue where it has one, or one of the Triton configurations of kernels/linear.py
-for that number of rows. `implementations` lists them, `default_implementation` guesses without measuring.
+Which implementation runs: cuBLAS followed by our activation kernel, cuBLASLt's own epilogue where it has one, or one of
+the Triton configurations of kernels/linear.py for that number of rows (`implementations` lists them). On Hopper it is
+what the shipped table or the user's cache names for the class of problems, else what `default_implementation` computes
+from costs measured there; on other GPUs the few candidates are measured at first use. `benchmarks/linear.py --tune`
+makes a table, and KERNL_TUNING=measure measures at first use on Hopper too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +30,16 @@ from kernl.kernels.activation import ACTIVATIONS
 from kernl.kernels.linear import (
     MAX_MERGED,
     LinearConfig,
+    activation_chunk,
     configs,
     fits_descriptors,
     launch_activation,
     launch_persistent,
     launch_tiles,
 )
-from kernl.ops.common import LIB, cast, define_op, empty, is_capturing, kernel_runs_on, on_device_of, use_pdl
+from kernl.ops.common import LIB, Ahead, cast, define_op, empty, is_capturing, kernel_runs_on, on_device_of, use_pdl
 from kernl.runtime.capability import capability_of
-from kernl.runtime.tuning import Candidate, choose
+from kernl.runtime.tuning import Candidate, choose, known_choice
 
 Implementation = Callable[[], object]
 
@@ -137,12 +142,12 @@ class _Counters:
 
     Two launches that may run at the same time must not share cells. Eager launches of one stream run one after the
     other, so a stream has cells of its own; a captured launch keeps fresh cells for itself, since its graph may be
-    replayed on any stream but never overlaps with itself. The pool is made outside captures and holds cells for
-    thousands of captured launches; when it is used up (or was never made) there are no cells, and the caller takes a
+    replayed on any stream but never overlaps with itself. The pool (1 MiB) is made outside captures and holds cells for
+    thousands of captured launches; when it is used up there are no cells, which is said once, and the caller takes a
     way that needs none.
     """
 
-    POOL = 1 << 20
+    POOL = 1 << 18
     PER_STREAM = 1 << 12
 
     def __init__(self) -> None:
@@ -150,6 +155,7 @@ class _Counters:
         self._pools: dict[torch.device, torch.Tensor] = {}
         self._used: dict[torch.device, int] = {}
         self._of_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._said = False
 
     def take(self, device: torch.device, count: int) -> torch.Tensor | None:
         """`count` cells for one launch on the current stream of `device`, or None."""
@@ -179,6 +185,13 @@ class _Counters:
             self._pools[device] = pool
         first = self._used.get(device, 0)
         if first + count > self.POOL:
+            if not self._said:
+                self._said = True
+                warnings.warn(
+                    "kernl: the counters of split-K linears are used up by the CUDA graphs of this process; further "
+                    "ones run without splitting K, which is slower for few rows",
+                    stacklevel=2,
+                )
             return None
         self._used[device] = first + -(-count // 32) * 32
         return pool[first : first + count]
@@ -189,17 +202,21 @@ _counters = _Counters()
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """Operands of one launch: input [M, K] with unit last stride, outputs [M, N_i]."""
+    """Operands of one launch: input [M, K] with unit last stride, outputs [M, N_i].
+
+    assumed_rows: choose as if there were that many rows.
+    """
 
     input: torch.Tensor
     weights: Sequence[torch.Tensor]
     biases: Sequence[torch.Tensor | None]
     outputs: Sequence[torch.Tensor]
     activation: str
+    assumed_rows: int | None = None
 
     @property
     def rows(self) -> int:
-        return self.input.shape[0]
+        return self.input.shape[0] if self.assumed_rows is None else self.assumed_rows
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -220,7 +237,7 @@ def _run_config(problem: _Problem, config: LinearConfig) -> None:
         return
     counters = None
     if config.split_k > 1:
-        counters = _counters.take(problem.input.device, config.tiles(problem.rows, problem.columns))
+        counters = _counters.take(problem.input.device, config.tiles(problem.input.shape[0], problem.columns))
         if counters is None:
             config = dataclasses.replace(config, split_k=1)
     launch_tiles(config, *operands, allow_tf32=_tf32_allowed(), counters=counters, use_pdl=pdl)
@@ -278,35 +295,89 @@ def default_implementation(problem: _Problem) -> str:
     if not offered:
         return "cublas"
     sm_count = capability_of(problem.input.device).sm_count or 132
+    if problem.arch >= 90 and all(config.name in _HOPPER_COSTS for config in offered):
+        # A tile of which most is padding was never measured to be the best.
+        fitting = [config for config in offered if config.block_m <= max(16, 2 * problem.rows - 1)]
+        times = {config.name: _expected_us(config, problem, sm_count) for config in fitting}
+        times["cublas"] = _expected_us_of_cublas(problem, sm_count)
+        return min(times, key=lambda name: times[name])
     if problem.rows > 512 and problem.activation == "none" and len(problem.columns) == 1 and problem.input.is_cuda:
         # Nothing to fuse. Ours win only where cuBLAS's tiles fit the chip badly, which is for measurements to find.
         return "cublas"
     return min(offered, key=lambda config: _expected_clocks(config, problem, sm_count)).name
 
 
+class _Cost(NamedTuple):
+    """Microseconds on an H200, fitted to the measurements that tests/ops/test_linear.py holds them against.
+
+    launch: once. wave: each time all SMs have got a program, and inner: per 1000 elements of K in it.
+    transfer: per megabyte that all programs together read. output: per million output elements, of which each counts
+    twice where there is an activation.
+    """
+
+    launch: float
+    wave: float
+    inner: float
+    transfer: float
+    output: float
+
+
+_HOPPER_COSTS = {
+    "tiles_16x16x256_w4_s4_groups4": _Cost(0.74, 0.81, 0.52, 0.292, 0.0),
+    "tiles_16x32x256_w4_s4_groups4": _Cost(3.00, 0.0, 0.42, 0.270, 0.0),
+    "tiles_64x32x128_w4_s4": _Cost(0.83, 0.94, 1.82, 0.048, 0.49),
+    "tiles_64x32x128_w4_s4_split4": _Cost(3.90, 0.0, 0.0, 0.151, 5.01),
+    "tiles_64x64x128_w4_s4": _Cost(0.30, 1.47, 1.90, 0.037, 0.46),
+    "tiles_64x64x128_w4_s4_split2": _Cost(0.98, 2.70, 1.17, 0.067, 0.61),
+    "persistent_64x128x64_w4_s4_2per_sm": _Cost(2.59, 0.22, 4.05, 0.019, 0.48),
+    "persistent_128x128x64_w4_s3_2per_sm": _Cost(2.76, 0.0, 6.96, 0.033, 0.32),
+    "persistent_128x128x64_w8_s5_store128": _Cost(2.41, 0.99, 4.81, 0.003, 0.28),
+    "persistent_128x256x64_w8_s3_store256": _Cost(2.87, 1.0, 8.70, 0.015, 0.26),
+}
+_H200_SM_COUNT = 132
+
+
+def _expected_us(config: LinearConfig, problem: _Problem, sm_count: int) -> float:
+    cost = _HOPPER_COSTS[config.name]
+    inner, element = problem.input.shape[1], problem.input.element_size()
+    tiles = config.tiles(problem.rows, problem.columns)
+    # Two of the 64 x 32 tiles fit the shared memory of an SM; so do two of the smaller ones, which gains nothing.
+    per_sm = config.programs_per_sm if config.persistent else 2 if (config.block_m, config.block_n) == (64, 32) else 1
+    waves = -(-tiles * config.split_k // (sm_count * per_sm))
+    megabytes = 1e-6 * tiles * (config.block_m + config.block_n) * inner * element
+    millions = 1e-6 * tiles * config.block_m * config.block_n * (1 if problem.activation == "none" else 2)
+    return (
+        cost.launch
+        + waves * (cost.wave + cost.inner * 1e-3 * inner / config.split_k)
+        + (cost.transfer * megabytes + cost.output * millions) * _H200_SM_COUNT / sm_count
+    )
+
+
+def _expected_us_of_cublas(problem: _Problem, sm_count: int) -> float:
+    """One product after the other, then the activation as a kernel of its own. Fitted as `_HOPPER_COSTS`."""
+    inner, columns, rows = problem.input.shape[1], problem.columns, problem.rows
+    chip = _H200_SM_COUNT / sm_count
+    products = len(columns) * (3.6 + 0.62e-3 * inner)
+    products += (2.49e-9 * rows * inner * sum(columns) + 0.23e-6 * 2 * inner * sum(columns)) * chip
+    if problem.activation == "none":
+        return products
+    return products + 0.31 + 0.96e-6 * rows * sum(columns) * chip
+
+
 def _expected_clocks(config: LinearConfig, problem: _Problem, sm_count: int) -> float:
-    """Rough GPU clocks: the work of the busiest SM, by products or by bytes, and what each tile costs beside them.
+    """Rough GPU clocks of a tile kernel: the work of the busiest SM, by products or by bytes, and what a tile costs.
 
     The rates are an H200's (per clock and SM: 1640 multiply-adds, 50 bytes from L2). What decides is the ratio of the
     parts, which differs little between the GPUs that have these kernels.
     """
-    tile_m, tile_n = config.block_m, config.block_n + config.tail_n
     inner = problem.input.shape[1] / config.split_k
     tiles = config.tiles(problem.rows, problem.columns) * config.split_k
-    tiles_of_busiest = -(-tiles // sm_count)
-    products = tile_m * tile_n * inner / 1640
-    transfer = (tile_m + tile_n) * inner * problem.input.element_size() / 50
-    epilogue = tile_m * tile_n * (6 if problem.activation == "none" else 14) / 128
-    per_tile = max(products, transfer) + epilogue / config.programs_per_sm
-    if config.persistent:
-        # Two accumulators keep the compiler from loading the next tile during the epilogue.
-        once = 0.0
-        per_tile += 1500 if config.tail_n else 300
-    else:
-        per_tile += 600
-        # Dependent matrix instructions of one program, and handing partial sums over.
-        once = 25 * inner / (16 * config.k_groups) + (1600 if config.split_k > 1 else 0)
-    return tiles_of_busiest * per_tile + once
+    products = config.block_m * config.block_n * inner / 1640
+    transfer = (config.block_m + config.block_n) * inner * problem.input.element_size() / 50
+    epilogue = config.block_m * config.block_n * (6 if problem.activation == "none" else 14) / 128
+    # Dependent matrix instructions of one program, and handing partial sums over.
+    once = 25 * inner / (16 * config.k_groups) + (1600 if config.split_k > 1 else 0)
+    return -(-tiles // sm_count) * (max(products, transfer) + epilogue + 600) + once
 
 
 def _row_class(rows: int) -> int:
@@ -330,8 +401,14 @@ def _launch(
         default = default_implementation(problem)
         name = default
         if input.is_cuda:
-            key = problem_key(problem)
-            name = choose("linear", key, lambda: _candidates(problem), default=default, cold=problem.rows <= 256)
+            name = choose(
+                "linear",
+                problem_key(problem),
+                lambda: _candidates(problem),
+                default=default,
+                cold=problem.rows <= 256,
+                trusted=problem.arch == 90,
+            )
         implementations(problem)[name]()
 
 
@@ -365,6 +442,61 @@ def _kernels_take(input: torch.Tensor, weights: Sequence[torch.Tensor], biases: 
         operand.numel() > 0 and operand.dtype == input.dtype and kernel_runs_on(operand, "linear")
         for operand in operands
     ) and all(bias is None or bias.stride(0) == 1 for bias in biases)
+
+
+# Numbers of rows that together meet every choice: two or three in each row class.
+_ROWS_AHEAD = (1, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
+_TINY_ROWS = 16
+
+
+def _kernels_ahead(
+    input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], activation: str
+) -> Iterator[Ahead]:
+    """The kernels of every implementation chosen for some number of rows. cuBLAS has its own ready."""
+    if not _kernels_take(input, weights, biases):
+        return
+    inner = input.shape[-1]
+
+    def allocate(rows: int) -> _Problem:
+        outputs = [torch.empty(rows, weight.shape[0], dtype=input.dtype, device=input.device) for weight in weights]
+        return _Problem(input.new_zeros(rows, inner), weights, biases, outputs, activation)
+
+    one_row = allocate(1)
+    seen: set[str] = set()
+    for rows in sorted({*_ROWS_AHEAD, input.numel() // inner}):
+        problem = dataclasses.replace(one_row, assumed_rows=rows)
+        name = default_implementation(problem)
+        if input.is_cuda:
+            name = known_choice("linear", problem_key(problem), list(implementations(problem))) or name
+        key = None if name in seen else _compilation_key(problem, name)
+        seen.add(name)
+        if key is not None:
+            yield key, functools.partial(_run_ahead, allocate, rows, name)
+
+
+def _run_ahead(allocate: Callable[[int], _Problem], rows: int, name: str) -> None:
+    problem = dataclasses.replace(allocate(_TINY_ROWS), assumed_rows=rows)
+    with on_device_of(problem.input):
+        if name == "cublas":
+            launch_activation(problem.outputs[0], problem.activation, use_pdl=use_pdl(problem.input))
+        else:
+            implementations(problem)[name]()
+
+
+def _compilation_key(problem: _Problem, name: str) -> Hashable | None:
+    """What the kernels that an implementation compiles depend on; None when it compiles nothing."""
+    dtype, activation = problem.input.dtype, problem.activation
+    if name == "cublas":
+        return None if activation == "none" else ("activation", dtype, activation, activation_chunk(problem.columns[0]))
+    if name == "cublaslt":
+        return None
+    has_bias = tuple(bias is not None for bias in problem.biases)
+    strides = [number for weight in problem.weights for number in weight.stride()]
+    # Triton compiles anew for sizes that are 1 or no multiple of 16. K decides more than that, so it is kept whole.
+    sizes = tuple((size == 1, size % 16 == 0) for size in (*problem.columns, *strides))
+    aligned = tuple(weight.data_ptr() % 16 == 0 for weight in problem.weights)
+    inner = problem.input.shape[1] % 16 == 0 if name.startswith("persistent") else problem.input.shape[1]
+    return name, dtype, activation, has_bias, inner, sizes, aligned, _tf32_allowed() and dtype == torch.float32
 
 
 # Implementations, for the CPU and CUDA alike.
@@ -510,11 +642,13 @@ define_op(
     fake=lambda input, weight, bias, activation: _allocate(input, weight),
     autograd=(_linear_context, _linear_backward),
     autocast=_linear_autocast,
+    ahead=lambda input, weight, bias, activation: _kernels_ahead(input, [weight], [bias], activation),
 )
 define_op(
     "merged_linear(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
     cpu=_merged_linear,
     fake=lambda input, weights, biases: [_allocate(input, weight) for weight in weights],
     autocast=_merged_linear_autocast,
+    ahead=lambda input, weights, biases: _kernels_ahead(input, weights, biases, "none"),
 )
 LIB.impl("merged_linear", _merged_linear_autograd, "Autograd")

@@ -14,14 +14,16 @@ the input, which plain PyTorch refuses on a GPU. Leaving the sum out saves a qua
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from kernl.kernels.norm import MAX_COLUMNS, MAX_ROWS, launch_layer_norm
-from kernl.ops.common import cast, define_op, empty, kernel_runs_on, may_prefetch, on_device_of, use_pdl
+from kernl.kernels.norm import MAX_COLUMNS, MAX_ROWS, NormConfig, choose_config, launch_layer_norm
+from kernl.ops.common import Ahead, cast, define_op, empty, kernel_runs_on, may_prefetch, on_device_of, use_pdl
 from kernl.runtime.capability import capability_of
 
 
@@ -166,6 +168,63 @@ def _launch(
             sm_count=capability_of(output.device).sm_count,
             use_pdl=use_pdl(output),
             weights_before_wait=all(may_prefetch(tensor) for tensor in parameters),
+        )
+
+
+def _kernels_ahead(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    stores_total: bool,
+) -> Iterator[Ahead]:
+    """The kernels for few and for many rows, in eager code and in a captured graph, for rows at one stride.
+
+    A residual that is broadcast over the leading dimension gives rows at two strides as well.
+    """
+    others = [tensor for tensor in (residual, weight, bias) if tensor is not None]
+    if not _kernel_takes(input.shape, input, *others):
+        return
+    columns = input.shape[-1]
+    sm_count = capability_of(input.device).sm_count
+    parameters = all(isinstance(tensor, torch.nn.Parameter) for tensor in (weight, bias) if tensor is not None)
+    broadcast = residual is not None and residual.shape != input.shape
+    for config in dict.fromkeys(choose_config(rows, columns, sm_count) for rows in (1, MAX_ROWS)):
+        for before_wait in (False, True) if parameters and config.block_m else (False,):
+            for two_strides in (False, True) if broadcast else (False,):
+                options = (config, before_wait, two_strides, stores_total)
+                dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (input, residual, weight, bias))
+                yield (
+                    (*options, dtypes, columns % 16 == 0, columns == 1),
+                    functools.partial(_run_ahead, input, residual, weight, bias, *options),
+                )
+
+
+def _run_ahead(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    config: NormConfig,
+    before_wait: bool,
+    two_strides: bool,
+    stores_total: bool,
+) -> None:
+    columns = input.shape[-1]
+    x = input.new_zeros(2, 2, columns)
+    addend = None if residual is None else residual.new_zeros(1 if two_strides else 2, 2, columns).expand(2, 2, columns)
+    with on_device_of(x):
+        launch_layer_norm(
+            x,
+            weight,
+            bias,
+            torch.empty_like(x),
+            1e-5,
+            residual=addend,
+            total=torch.empty_like(x) if stores_total else None,
+            use_pdl=use_pdl(x),
+            weights_before_wait=before_wait,
+            config=config,
         )
 
 
@@ -343,6 +402,7 @@ define_op(
     fake=lambda input, weight, bias, eps: _allocate(input),
     autograd=(_layer_norm_context, _layer_norm_backward),
     autocast=_layer_norm_autocast,
+    ahead=lambda input, weight, bias, eps: _kernels_ahead(input, None, weight, bias, False),
 )
 define_op(
     "add_layer_norm(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, float eps) "
@@ -351,6 +411,7 @@ define_op(
     fake=lambda input, residual, weight, bias, eps: (_allocate(input, residual), _allocate(input, residual)),
     autograd=(_add_layer_norm_context, _add_layer_norm_backward),
     autocast=_add_layer_norm_autocast,
+    ahead=lambda input, residual, weight, bias, eps: _kernels_ahead(input, residual, weight, bias, True),
 )
 define_op(
     "layer_norm_of_sum(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> Tensor",
@@ -358,4 +419,5 @@ define_op(
     fake=lambda input, residual, weight, bias, eps: _allocate(input, residual),
     autograd=(_layer_norm_of_sum_context, _layer_norm_of_sum_backward),
     autocast=_layer_norm_of_sum_autocast,
+    ahead=lambda input, residual, weight, bias, eps: _kernels_ahead(input, residual, weight, bias, False),
 )

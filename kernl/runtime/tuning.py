@@ -11,6 +11,8 @@ is looked up, in this order, in
 3. the table shipped with kernl for that GPU (`kernl/runtime/tuned/<gpu>.json`),
 
 and only then measured and written to the user's cache. A name found on disk that is no longer offered is ignored.
+An op that knows the GPU well enough passes `trusted=True`: its default is then run without measuring, unless
+KERNL_TUNING=measure asks for it. Such a default is not remembered: it may differ within a class of problems.
 
 How it is measured. Every candidate first runs alone, outside the budget, because its first run compiles. One that
 raises is dropped, with the exception as its reason. Then the candidates take turns (so that a change of clock hits all
@@ -25,8 +27,9 @@ passes `cold=True`: the L2 is then overwritten before each run.
 Nothing is measured while the current stream is being captured (the default is answered, and not remembered), when there
 is no GPU, under `torch.use_deterministic_algorithms` or `defaults_only()`: then the default runs.
 
-Environment: KERNL_CACHE_DIR, the folder of the cache (default ~/.cache/kernl); KERNL_TUNING = `measure` (default),
-`table` (use cache and table, never measure) or `off` (always the default).
+Environment: KERNL_CACHE_DIR, the folder of the cache (default ~/.cache/kernl); KERNL_TUNING = `measure` (trusted
+defaults too), `table` (use cache and table, never measure) or `off` (always the default). Without it, what is not
+trusted is measured.
 
 Format of the cache and of the shipped tables (times in microseconds of the candidates that ran, reasons of the others):
 
@@ -109,6 +112,7 @@ class Timer(Protocol):
 
 _lock = threading.RLock()
 _memory: dict[tuple[str, str, tuple[Any, ...]], TuningEntry] = {}
+_defaults: dict[tuple[str, str, tuple[Any, ...]], TuningEntry] = {}  # nothing known, the caller's default ran first
 _files: dict[Path, dict[str, Any]] = {}
 _warned: set[str] = set()
 _defaults_only: ContextVar[bool] = ContextVar("kernl_tuning_defaults_only", default=False)
@@ -121,6 +125,7 @@ def choose(
     *,
     default: str,
     cold: bool = False,
+    trusted: bool = False,
     timer: Timer | None = None,
     gpu: str | None = None,
 ) -> str:
@@ -132,13 +137,12 @@ def choose(
     candidates: at least one, or a function that builds them, called only when the problem is new to this process.
     default: name of the candidate that runs when nothing is known and nothing may be measured.
     cold: overwrite the L2 cache before each timed run (see the module's text).
+    trusted: the default is known to be good on this GPU: measure only when KERNL_TUNING=measure.
     timer, gpu: the clock and the GPU's name, for tests; by default CUDA events and the current device.
 
     Raises ValueError when `default` is not among the names of the candidates.
     """
-    mode = os.environ.get("KERNL_TUNING", "measure")
-    if mode not in _MODES:
-        _warn_once(f"KERNL_TUNING is {mode!r}; accepted: {', '.join(_MODES)}. kernl measures")
+    mode = _mode(trusted)
     if mode == "off" or _defaults_only.get() or torch.are_deterministic_algorithms_enabled():
         return default
     if gpu is None:
@@ -148,6 +152,8 @@ def choose(
     known = _memory.get((gpu, op, problem))
     if known is not None:
         return known.choice
+    if mode == "table" and (gpu, op, problem) in _defaults:
+        return default
 
     offered = candidates() if callable(candidates) else candidates
     names = [candidate.name for candidate in offered]
@@ -163,12 +169,33 @@ def choose(
         if known is None:
             known = _look_up(gpu, op, text, names)
             if known is None:
-                if mode == "table" or _is_capturing():
+                if mode == "table":
+                    _defaults[(gpu, op, problem)] = TuningEntry(op, text, default, "default")
+                    return default
+                if _is_capturing():
                     return default
                 known = _measure(op, text, offered, default, cold, timer or _CudaTimer())
                 _store(gpu, known)
             _memory[(gpu, op, problem)] = known
     return known.choice
+
+
+def known_choice(op: str, problem: tuple[Any, ...], names: Sequence[str], *, gpu: str | None = None) -> str | None:
+    """What `choose` would answer from memory, cache or table; None when it would measure or take the default."""
+    if os.environ.get("KERNL_TUNING") == "off" or _defaults_only.get() or torch.are_deterministic_algorithms_enabled():
+        return None
+    gpu = capability_of().name if gpu is None else gpu
+    with _lock:
+        known = _memory.get((gpu, op, problem)) or _look_up(gpu, op, problem_text(problem), names)
+    return None if known is None or known.choice not in names else known.choice
+
+
+def _mode(trusted: bool) -> str:
+    setting = os.environ.get("KERNL_TUNING", "table" if trusted else "measure")
+    if setting not in _MODES:
+        _warn_once(f"KERNL_TUNING is {setting!r}; accepted: {', '.join(_MODES)}. kernl measures")
+        return "measure"
+    return setting
 
 
 @contextlib.contextmanager
@@ -182,9 +209,9 @@ def defaults_only() -> Iterator[None]:
 
 
 def choices() -> list[TuningEntry]:
-    """The choices made in this process so far."""
+    """The choices made in this process so far. Where nothing was known: the default of the first call."""
     with _lock:
-        return list(_memory.values())
+        return [*_memory.values(), *(entry for key, entry in _defaults.items() if key not in _memory)]
 
 
 def entries() -> list[TuningEntry]:
@@ -237,6 +264,7 @@ def forget() -> None:
     """Forget what this process has chosen and read; the files stay. The next choice reads them again."""
     with _lock:
         _memory.clear()
+        _defaults.clear()
         _files.clear()
 
 

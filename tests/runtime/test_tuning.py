@@ -169,6 +169,25 @@ def test_modes_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick(clock, named("a", "b")) == "a"
 
 
+def test_a_trusted_default_is_measured_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({"a": 3e-6, "b": 2e-6})
+
+    def trusting(default: str) -> str:
+        return choose("linear", PROBLEM, named("a", "b"), default=default, timer=clock, gpu=GPU, trusted=True)
+
+    assert (trusting("a"), trusting("b")) == ("a", "b"), "what is not known is not remembered"
+    assert clock.timed == []
+    assert [entry.source for entry in tuning.choices()] == ["default"]
+    assert tuning.known_choice("linear", PROBLEM, ["a", "b"], gpu=GPU) is None
+    monkeypatch.setenv("KERNL_TUNING", "measure")
+    assert trusting("a") == "b"
+    assert [entry.source for entry in tuning.choices()] == ["measured"]
+    monkeypatch.delenv("KERNL_TUNING")
+    tuning.forget()
+    assert tuning.known_choice("linear", PROBLEM, ["a", "b"], gpu=GPU) == "b", "the user's cache"
+    assert trusting("a") == "b"
+
+
 def test_nothing_is_measured_while_capturing_and_the_default_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({"a": 3e-6, "b": 2e-6})
     monkeypatch.setattr(tuning, "_is_capturing", lambda: True)
