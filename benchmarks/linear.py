@@ -51,8 +51,10 @@ _SHAPES = (
     "16384x768x768 16384x768x768+768+768 16384x768x3072:gelu 16384x3072x768 "
     "1x4096x4096 16384x1024x4096:gelu 16384x4096x1024"
 )
-_TUNE_HIDDEN = (384, 512, 768, 1024, 4096)
+# The most common widths first: --limit-s may end the rest.
+_TUNE_HIDDEN = (768, 384, 1024, 512, 4096)
 _TUNE_ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_TUNE_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def time_calls_us(calls: Sequence[Callable[[], Any]], replays: int) -> float:
 
 def measure(shape: Shape, dtype: torch.dtype, replays: int) -> list[dict[str, Any]]:
     """One row for each implementation: its time, and whether its result is right."""
-    sets = max(3, min(40, -(-_WEIGHT_SETS_BYTES // shape.weight_bytes)))
+    # With many rows the weights are a small part of what moves, and need not come from memory.
+    sets = max(3, min(40 if shape.rows <= 1024 else 6, -(-_WEIGHT_SETS_BYTES // shape.weight_bytes)))
     problems = make_problems(shape, dtype, sets)
     first = problems[0]
     baseline = run_torch(first)
@@ -200,8 +203,8 @@ def compile_all(shapes: Sequence[Shape], dtype: torch.dtype, workers: int) -> No
     for shape in shapes:
         problem = make_problems(shape, dtype, 1)[0]
         for name in implementations(problem):
-            # Persistent kernels are the same for all sizes; the others depend on K, and Triton treats a 1 apart.
-            size = () if name.startswith("persistent") else (shape.inner, shape.rows == 1)
+            # Persistent kernels are the same for all sizes; the others depend on K. None depends on the rows.
+            size = () if name.startswith("persistent") else (shape.inner,)
             tasks[(name, size, len(shape.columns), shape.activation, shape.bias)] = (shape, dtype, name)
     context = multiprocessing.get_context("spawn")
     try:
@@ -266,7 +269,11 @@ def main() -> int:
     )
     parser.add_argument("--replays", type=int, default=7)
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
-    parser.add_argument("--limit-s", type=float, default=1e9, help="start no shape after that many seconds")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        help=f"start no shape after that many seconds (default: {_TUNE_SECONDS:.0f} with --tune)",
+    )
     parser.add_argument("--out", metavar="FOLDER", help="where the JSON file goes (default: benchmarks/results/linear)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -276,6 +283,7 @@ def main() -> int:
     begin = time.perf_counter()
     dtype = getattr(torch, arguments.dtype)
     shapes = tuning_shapes() if arguments.tune else [Shape.parse(text) for text in arguments.shapes.split()]
+    limit_s = arguments.limit_s or (_TUNE_SECONDS if arguments.tune else math.inf)
     results = Results("linear", out=arguments.out)
     if arguments.workers > 1:
         compile_all(shapes, dtype, arguments.workers)
@@ -283,7 +291,7 @@ def main() -> int:
     choices: dict[str, dict[str, Any]] = {}
     failed = False
     for shape in shapes:
-        if time.perf_counter() - begin > arguments.limit_s:
+        if time.perf_counter() - begin > limit_s:
             print(f"stopped before {shape} after {time.perf_counter() - begin:.0f} s")
             break
         try:

@@ -26,10 +26,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
 
 from kernl.graph import RewriteReport, canonicalize, default_registry, rewrite
 from kernl.graph.memory import Storages, written_by
+from kernl.ops.common import ahead_of, compile_ahead
 from kernl.options import Options
 from kernl.report import GraphReport, Report, reason_of, warn_once
 from kernl.runtime import tuning
@@ -89,6 +91,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         inputs.mutated = written_inputs(gm)
         entry.rewriting = rewrite_graph(gm, options)
         function, entry.lowering = lower(gm, example_inputs, inputs, options)
+        function = with_kernels_ahead(function, gm, example_inputs, inputs, entry)
         if options.deterministic:
             function = with_fixed_choices(function)
         function = capture_when_possible(function, inputs, options, entry, report)
@@ -246,6 +249,57 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, option
 
 def has_cpp_compiler() -> bool:
     return any(shutil.which(name) for name in ("g++", "c++", "clang++"))
+
+
+def with_kernels_ahead(
+    function: Runnable, gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, entry: GraphReport
+) -> Runnable:
+    """Compile, before the first run and side by side, the kernels that the graph needs for any batch and length.
+
+    One after the other, at the first call of each new size, they would cost the user seconds each time.
+    """
+    if inputs.device.type != "cuda" or inputs.needs_grad:
+        return function
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    weights = {placeholders[position]: example_inputs[position] for position in inputs.fixed}
+    calls = [
+        (node.target, torch.fx.map_arg(node.args, lambda argument: weights.get(argument, stand_in(argument))))
+        for node in gm.graph.nodes
+        if is_kernl_op(node)
+    ]
+
+    def run(*values: Any) -> Any:
+        if calls:
+            started = time.perf_counter()
+            failures = compile_ahead(pair for op, arguments in calls for pair in ahead_of(op, arguments))
+            entry.kernel_seconds = time.perf_counter() - started
+            entry.kernel_failures = failures
+            calls.clear()
+        return function(*values)
+
+    return run
+
+
+def is_kernl_op(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "kernl"
+
+
+def stand_in(node: Node) -> Any:
+    """The value of a node as a tensor without memory, of the sizes seen while tracing."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor):
+        return value
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return torch.empty_strided(
+            [size_hint(size) for size in value.shape],
+            [size_hint(stride) for stride in value.stride()],
+            dtype=value.dtype,
+            device=value.device,
+        )
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def with_fixed_choices(function: Runnable) -> Runnable:

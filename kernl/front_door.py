@@ -39,7 +39,8 @@ import torch._dynamo
 from torch import nn
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import eval_frame as _eval_frame
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.utils._device import DeviceContext
 
 from kernl.backend import CannotCapture, CompiledGraph, WeightsChanged, compile_graph, source_name
@@ -389,11 +390,19 @@ class FrontDoor:
         door = weakref.ref(self)
         self._model = weakref.ref(model, lambda _: _close(door()))
 
-    def open(self) -> None:
-        """Start afresh: nothing is compiled, nothing is known."""
+    def open(self, *, symbolic: bool = True) -> None:
+        """Start afresh: nothing is compiled, nothing is known.
+
+        symbolic: with `dynamic=None`, whether sizes are symbols from the start or only once they have changed.
+        """
         self._entry_name = _new_name(self._class_name)
         entry = _with_own_code(self.plain, self._entry_name)
-        self._start_with(torch.compile(entry, backend=self._compile, dynamic=self.options.dynamic))
+        dynamic = self.options.dynamic
+        if dynamic is None and symbolic:
+            dynamic = True
+        self._may_turn_to_fixed_sizes = dynamic is True and self.options.dynamic is None
+        self._settings = dynamo_settings(self.options, one_is_a_size=dynamic is True)
+        self._start_with(torch.compile(entry, backend=self._compile, dynamic=dynamic))
 
     def close(self) -> None:
         """Let go of everything compiled and captured; no call may follow."""
@@ -449,7 +458,7 @@ class FrontDoor:
         state = self._state_to_learn(model, signature)
         outer, _local.runs = _local.runs, [] if state is not None else None
         try:
-            with dynamo_settings(self.options):
+            with self._settings():
                 result = self._guarded(model, *args, **kwargs)
             runs = _local.runs
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -499,6 +508,10 @@ class FrontDoor:
             reason = f"the limit of {self.options.recompile_limit} compiled graphs is reached (option recompile_limit)"
         else:
             reason = reason_of(error)
+            if self._may_turn_to_fixed_sizes and not isinstance(error, BackendCompilerFailed):
+                self.report.note(f"sizes are not symbols from the start, as TorchDynamo cannot trace that: {reason}")
+                self.open(symbolic=False)
+                return result
         with self._lock:
             self._broken[signature] = reason
         self.report.note(f"a kind of call runs as plain PyTorch: {reason}")
@@ -614,41 +627,66 @@ def _collects_outputs(kind: type) -> bool:
     return False
 
 
-class _DynamoSettings:
-    """TorchDynamo's settings while it works for kernl, the user's again when the last such call has returned."""
+_settings_are_per_thread = isinstance(torch._dynamo.config._config["recompile_limit"].user_override, ContextVar)
+_settings_lock = threading.Lock()
+_calls_with_settings = 0
+_put_back: Callable[[], None] | None = None
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls = 0
-        self._patch: Any = None
+
+def dynamo_settings(
+    options: Options, *, one_is_a_size: bool
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Context managers with TorchDynamo's settings for one model; outside of them the user's hold.
+
+    one_is_a_size: symbolic sizes may be 1, so that batch 1 and length 1 need no graphs of their own.
+
+    Newer versions of PyTorch keep settings per thread. In older ones they are the process's: the first call that comes
+    in changes them, the last one that leaves puts them back.
+    """
+    change_dynamo = torch._dynamo.config._make_closure_patcher(
+        # Floats of modules (epsilon, scale, p) stay numbers, also in symbolic graphs.
+        specialize_float=True,
+        # Forward hooks added after compilation are noticed.
+        skip_nnmodule_hook_guards=False,
+        # Weights that `tensor.data = ...` has given another dtype or shape are noticed.
+        skip_tensor_guards_with_matching_dict_tags=False,
+        # Past the limit TorchDynamo would run eager and say nothing.
+        fail_on_recompile_limit_hit=True,
+        recompile_limit=options.recompile_limit,
+        accumulated_recompile_limit=max(options.recompile_limit, 256),
+    )
+    change_sizes = symbolic_shapes_config._make_closure_patcher(backed_size_oblivious=one_is_a_size)
+
+    def change() -> Callable[[], None]:
+        put_back_dynamo, put_back_sizes = change_dynamo(), change_sizes()
+
+        def put_back() -> None:
+            put_back_sizes()
+            put_back_dynamo()
+
+        return put_back
 
     @contextlib.contextmanager
-    def __call__(self, options: Options) -> Iterator[None]:
-        with self._lock:
-            if self._calls == 0:
-                self._patch = torch._dynamo.config.patch(
-                    # Floats of modules (epsilon, scale, p) stay numbers, also in symbolic graphs.
-                    specialize_float=True,
-                    # Forward hooks added after compilation are noticed.
-                    skip_nnmodule_hook_guards=False,
-                    # Weights that `tensor.data = ...` has given another dtype or shape are noticed.
-                    skip_tensor_guards_with_matching_dict_tags=False,
-                    # Past the limit TorchDynamo would run eager and say nothing.
-                    fail_on_recompile_limit_hit=True,
-                    recompile_limit=options.recompile_limit,
-                    accumulated_recompile_limit=max(
-                        options.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
-                    ),
-                )
-                self._patch.__enter__()
-            self._calls += 1
+    def of_this_thread() -> Iterator[None]:
+        put_back = change()
         try:
             yield
         finally:
-            with self._lock:
-                self._calls -= 1
-                if self._calls == 0:
-                    self._patch.__exit__(None, None, None)
+            put_back()
 
+    @contextlib.contextmanager
+    def of_the_process() -> Iterator[None]:
+        global _calls_with_settings, _put_back
+        with _settings_lock:
+            if _calls_with_settings == 0:
+                _put_back = change()
+            _calls_with_settings += 1
+        try:
+            yield
+        finally:
+            with _settings_lock:
+                _calls_with_settings -= 1
+                if _calls_with_settings == 0 and _put_back is not None:
+                    _put_back()
 
-dynamo_settings = _DynamoSettings()
+    return of_this_thread if _settings_are_per_thread else of_the_process

@@ -46,8 +46,9 @@ class Options:
         submodules, hooks, training flags, config values and torch's global state are checked; other plain Python
         attributes of modules are not: call `model.kernl.refresh()` after changing one. "full": TorchDynamo's guards on
         every call, 0.1 ms and more. Only `optimize_model` has the fast way.
-    dynamic: as in torch.compile. None: the first size seen is compiled for as it is, a second one makes the graph
-        symbolic; True: symbolic from the start; False: a graph per size.
+    dynamic: True: sizes are symbols, one graph serves every batch and length; False: a graph per size. None: True, and
+        for a model that TorchDynamo cannot trace like that, the first size as it is and symbols from the second on.
+        torch.compile(backend="kernl") takes `dynamic` itself.
     recompile_limit: graphs TorchDynamo may compile for one model before kernl runs new kinds of calls as plain PyTorch
         (with a warning). TorchDynamo's own limit is 8, too few for batch 1, length 1, gradient modes and optional
         arguments.

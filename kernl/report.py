@@ -70,7 +70,9 @@ class GraphReport:
     lowering: "eager", "inductor", or "plain PyTorch" when kernl stepped aside.
     gradients: whether some input needs gradients.
     rewriting: what the patterns did; None when kernl stepped aside before.
-    seconds: time kernl (not TorchDynamo) spent on it.
+    seconds: time kernl (not TorchDynamo) spent on it, without `kernel_seconds`.
+    kernel_seconds: time spent compiling kernels for all batches and lengths before the first run.
+    kernel_failures: what failed in that; such a kernel is tried again when a call needs it.
     plain_because: why plain PyTorch runs instead.
     no_cuda_graph_because: why none is captured; None when they are.
     cuda_graphs: asks the runner how many graphs it holds ("captured") and why calls ran without ("skipped").
@@ -84,6 +86,8 @@ class GraphReport:
     gradients: bool = False
     rewriting: RewriteReport | None = None
     seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    kernel_failures: Sequence[str] = ()
     plain_because: str | None = None
     no_cuda_graph_because: str | None = None
     cuda_graphs: Callable[[], Mapping[str, Any]] | None = None
@@ -92,7 +96,8 @@ class GraphReport:
         entry = {
             name: getattr(self, name)
             for name in (
-                "name device symbolic nodes lowering gradients seconds plain_because no_cuda_graph_because".split()
+                "name device symbolic nodes lowering gradients seconds kernel_seconds kernel_failures plain_because "
+                "no_cuda_graph_because".split()
             )
         }
         entry["cuda_graphs"] = dict(self.cuda_graphs()) if self.cuda_graphs is not None else None

@@ -482,6 +482,20 @@ def test_threads() -> None:
     assert not failures
 
 
+def test_the_users_compiler_settings_come_back() -> None:
+    names = ("specialize_float", "recompile_limit", "fail_on_recompile_limit_hit", "skip_nnmodule_hook_guards")
+    before = [getattr(torch._dynamo.config, name) for name in names]
+    model = kernl.optimize_model(tiny.encoder())
+    threads = [threading.Thread(target=model, args=(tiny.activations(2, length),)) for length in (2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 5))
+    assert [getattr(torch._dynamo.config, name) for name in names] == before
+
+
 def test_a_failure_of_the_compiler_leaves_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("the compiler is broken")

@@ -182,14 +182,16 @@ def _attend(
     """
     offsets = tl.arange(0, BLOCK_N)
     keys = start_n + offsets  # [BLOCK_N]
-    in_range = (keys >= first) & (keys < end)  # [BLOCK_N]
-    unpadded = in_range
+    # Keys and mask are loaded for all keys that exist, so that no load waits for the padding; values are not.
+    exists = keys < end  # [BLOCK_N]
+    unpadded = exists & (keys >= first)  # [BLOCK_N]
     if TEST_KEYS and KEY_PADDING == BOOL:
-        unpadded = tl.load(key_padding + keys.to(tl.int64) * padding_stride_n, mask=in_range, other=0) != 0
+        unpadded = tl.load(key_padding + keys.to(tl.int64) * padding_stride_n, mask=unpadded, other=0) != 0
         if BLOCK_N <= 64:
             # As the bits of one integer: in the layout of the scores each thread would hold a pointer per column.
             bits = tl.sum(unpadded.to(tl.int64) << offsets, 0)
-            unpadded = ((bits >> offsets) & 1) != 0
+            word = tl.where(offsets < 32, bits.to(tl.int32), (bits >> 32).to(tl.int32))
+            unpadded = ((word >> (offsets & 31)) & 1) != 0
     if WIDE_OFFSETS:
         offsets = offsets.to(tl.int64)
     start = tl.cast(start_n, tl.int64)
@@ -200,14 +202,14 @@ def _attend(
         value_offset = tl.multiple_of(value_offset, ALIGNMENT)
 
     # [BLOCK_N, BLOCK_D]; the descriptor fills what lies outside the tensor with zeros.
-    if USE_TMA and not TEST_KEYS:
+    if USE_TMA:
         key_tile = key_tiles.load([batch, key_head, start_n, 0]).reshape([BLOCK_N, BLOCK_D])
         key_tile = to_compute(key_tile)
     else:
         key_tile = _load_rows(
             key + key_offset,
             offsets,
-            in_range,
+            exists,
             key_stride_n,
             key_stride_d,
             HEAD_DIM,
@@ -230,7 +232,7 @@ def _attend(
                 mask_rows = tl.multiple_of(mask_rows, [MASK_ALIGNMENT, MASK_ALIGNMENT])
             mask_pointers = mask_pointers + mask_rows
         if TEST_KEYS:
-            mask_tile = tl.load(mask_pointers, mask=in_range[None, :], other=0)
+            mask_tile = tl.load(mask_pointers, mask=exists[None, :], other=0)
         else:
             mask_tile = tl.load(mask_pointers)  # [1 or BLOCK_M, BLOCK_N]
         if ATTN_MASK == FLOAT:
@@ -259,7 +261,7 @@ def _attend(
     output = output * decay[:, None]
 
     # [BLOCK_N, BLOCK_DV]; the values of hidden keys are zero, whatever is stored there.
-    if USE_TMA and not TEST_KEYS:
+    if USE_TMA and (KEY_PADDING == ABSENT or not TEST_KEYS):
         value_tile = value_tiles.load([batch, key_head, start_n, 0]).reshape([BLOCK_N, BLOCK_DV])
         value_tile = to_compute(value_tile)
     else:
@@ -515,7 +517,8 @@ def kernl_attention_forward(
 class Configuration:
     """How one launch is cut up: queries and keys per tile, warps, depth of the software pipeline.
 
-    uses_tma: whole key tiles are fetched by the tensor memory accelerator (compute capability 9.0 and newer).
+    uses_tma: tiles are fetched by the tensor memory accelerator (compute capability 9.0 and newer), except values some
+        of which are padding.
     max_registers: cap on the registers of a thread, so that more programs fit on a multiprocessor; None for no cap.
     """
 

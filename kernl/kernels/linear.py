@@ -453,7 +453,8 @@ _HOPPER = {
     16: (_T16X16, _T16X32),
     32: (_T16X32, _T64X32),
     64: (_T64X32, replace(_T64X32, split_k=4)),
-    256: (_T64X32, _T64X64, replace(_T64X64, split_k=2), _P64X128),
+    128: (_T64X32, _T64X64, replace(_T64X64, split_k=2)),
+    256: (_T64X32, _T64X64, _P64X128),
     512: (_T64X32, _T64X64, _P64X128),
     2048: (_P64X128, _P128X128, _P128X128_ALONE),
     _ANY: (_P128X128, _P128X256),
@@ -466,10 +467,10 @@ _POINTERS = {
         LinearConfig(32, 32, 128, 4, 4),
         LinearConfig(32, 32, 128, 4, 4, split_k=4),
     ),
-    256: (LinearConfig(64, 32, 128, 4, 3), LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 4, 3)),
+    256: (LinearConfig(64, 32, 128, 4, 3), LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 8, 3)),
     _ANY: (
         LinearConfig(64, 64, 64, 4, 3),
-        LinearConfig(64, 128, 64, 4, 3),
+        LinearConfig(64, 128, 64, 8, 3),
         LinearConfig(128, 128, 32, 8, 4),
         LinearConfig(128, 128, 64, 8, 3),
     ),
@@ -750,7 +751,7 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
         return
     hopper = arch >= 90
     seen = set()
-    for rows in (16, 32, 64, 256, 512, 2048, 16384):
+    for rows in (16, 32, 64, 128, 256, 512, 2048, 16384):
         for config in configs(arch, rows, torch.float16, tma=True):
             for activation, count in (("gelu", 1), ("none", 3)):
                 case = (

@@ -488,26 +488,29 @@ def _kernels_ahead(
 
     def tiny(like: torch.Tensor, seqlen: int) -> torch.Tensor:
         _, count, _, dim = like.shape
-        if like.stride(1) > like.stride(2):
-            return like.new_zeros(1, count, seqlen, dim)
-        return like.new_zeros(1, seqlen, count, dim).transpose(1, 2)
+        by_head = like.stride(1) > like.stride(2)
+        shape = (1, count, seqlen, dim) if by_head else (1, seqlen, count, dim)
+        zeros = torch.zeros(shape, dtype=like.dtype, device=query.device)
+        return zeros if by_head else zeros.transpose(1, 2)
 
-    def operands(seqlen: int) -> tuple[torch.Tensor | None, ...]:
+    def operands(seqlen: int) -> tuple[Any, ...]:
         small_mask = small_padding = None
         if mask is not None:
-            small_mask = mask.new_zeros(1, 1, seqlen if per_query else 1, seqlen).expand(1, heads, seqlen, seqlen)
+            rows = seqlen if per_query else 1
+            small_mask = torch.zeros(1, 1, rows, seqlen, dtype=mask.dtype, device=query.device)
+            small_mask = small_mask.expand(1, heads, seqlen, seqlen)
         if key_padding is not None:
-            small_padding = key_padding.new_ones((1, seqlen) if key_padding.dtype == torch.bool else (1,))
+            size = (1, seqlen) if key_padding.dtype == torch.bool else (1,)
+            small_padding = torch.ones(size, dtype=key_padding.dtype, device=query.device)
         return tiny(query, seqlen), tiny(key, seqlen), tiny(value, seqlen), small_mask, small_padding
 
     def launch(tiling: Configuration, seqlen: int) -> None:
-        small = operands(seqlen)
+        small_query, small_key, small_value, small_mask, small_padding = operands(seqlen)
+        options = (small_mask, small_padding, abs(scale) or 1.0, is_causal, hidden_rows)
         with on_device_of(query):
-            runs = implementations(*small, abs(scale) or 1.0, is_causal, hidden_rows)[0]  # type: ignore[arg-type]
-            runs[tiling.name]()
+            implementations(small_query, small_key, small_value, *options)[0][tiling.name]()
 
     small_query, small_key, small_value, small_mask, _ = operands(64)
-    assert small_query is not None and small_key is not None and small_value is not None
     tilings = _tilings(small_query, small_key, small_value, _mask_alignment(small_mask))
     sm_count = capability_of(query.device).sm_count
     defaults = dict.fromkeys(

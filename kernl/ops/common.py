@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import math
 import os
 import threading
@@ -25,6 +26,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kernl.kernels.common import INTERPRET
 from kernl.runtime.capability import capability_of
@@ -185,23 +187,48 @@ def define_op(
     if autocast is not None:
         LIB.impl(name, _under_autocast(autocast, "cuda"), "AutocastCUDA")
         LIB.impl(name, _under_autocast(autocast, "cpu"), "AutocastCPU")
-    overload = getattr(torch.ops.kernl, name).default
+    op = getattr(torch.ops.kernl, name).default
     if ahead is not None:
-        _ahead[overload] = ahead
-    return overload
+        _ahead[op] = ahead
+    return op
 
 
 def ahead_of(op: Any, args: Sequence[Any]) -> list[Ahead]:
     """The compiled kernels that calls of `op` with other numbers of rows than these may need; none on a plain CPU.
 
     op: `torch.ops.kernl.<name>` or its default overload; any other op has none.
-    args: the positional arguments of a call, default values filled in.
+    args: the positional arguments of a call, all of them. Fake tensors do: of activations the sizes, strides, dtype and
+        device count; weights that are real are read where they are.
+
+    Does not raise: what goes wrong here is told by `compile_ahead`, as a failure of the op.
     """
-    function = _ahead.get(getattr(op, "default", op))
+    op = getattr(op, "default", op)
+    function = _ahead.get(op)
     if function is None:
         return []
     device = next((tensor.device for tensor in _tensors(args)), None)
-    return [((str(op), str(device), key), run) for key, run in function(*args)]
+    try:
+        return [((str(op), str(device), key), run) for key, run in function(*args)]
+    except Exception as error:
+        return [((str(op), str(device), str(error)), functools.partial(_fail, error))]
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+@overload
+def materialized(tensor: torch.Tensor) -> torch.Tensor: ...
+@overload
+def materialized(tensor: None) -> None: ...
+@overload
+def materialized(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
+def materialized(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, or zeros of its layout where it is a fake one."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return torch.zeros(extent, dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, tensor.stride())
 
 
 def compile_ahead(pairs: Iterable[Ahead], *, workers: int | None = None) -> list[str]:

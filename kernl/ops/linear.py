@@ -37,7 +37,18 @@ from kernl.kernels.linear import (
     launch_persistent,
     launch_tiles,
 )
-from kernl.ops.common import LIB, Ahead, cast, define_op, empty, is_capturing, kernel_runs_on, on_device_of, use_pdl
+from kernl.ops.common import (
+    LIB,
+    Ahead,
+    cast,
+    define_op,
+    empty,
+    is_capturing,
+    kernel_runs_on,
+    materialized,
+    on_device_of,
+    use_pdl,
+)
 from kernl.runtime.capability import capability_of
 from kernl.runtime.tuning import Candidate, choose, known_choice
 
@@ -324,14 +335,14 @@ class _Cost(NamedTuple):
 
 _HOPPER_COSTS = {
     "tiles_16x16x256_w4_s4_groups4": _Cost(0.74, 0.81, 0.52, 0.292, 0.0),
-    "tiles_16x32x256_w4_s4_groups4": _Cost(3.00, 0.0, 0.42, 0.270, 0.0),
+    "tiles_16x32x256_w4_s4_groups4": _Cost(2.80, 0.0, 1.10, 0.135, 0.0),
     "tiles_64x32x128_w4_s4": _Cost(0.83, 0.94, 1.82, 0.048, 0.49),
     "tiles_64x32x128_w4_s4_split4": _Cost(3.90, 0.0, 0.0, 0.151, 5.01),
     "tiles_64x64x128_w4_s4": _Cost(0.30, 1.47, 1.90, 0.037, 0.46),
     "tiles_64x64x128_w4_s4_split2": _Cost(0.98, 2.70, 1.17, 0.067, 0.61),
-    "persistent_64x128x64_w4_s4_2per_sm": _Cost(2.59, 0.22, 4.05, 0.019, 0.48),
-    "persistent_128x128x64_w4_s3_2per_sm": _Cost(2.76, 0.0, 6.96, 0.033, 0.32),
-    "persistent_128x128x64_w8_s5_store128": _Cost(2.41, 0.99, 4.81, 0.003, 0.28),
+    "persistent_64x128x64_w4_s4_2per_sm": _Cost(1.53, 1.39, 3.95, 0.021, 0.41),
+    "persistent_128x128x64_w4_s3_2per_sm": _Cost(2.79, 0.06, 6.92, 0.034, 0.35),
+    "persistent_128x128x64_w8_s5_store128": _Cost(2.41, 0.99, 4.81, 0.003, 0.25),
     "persistent_128x256x64_w8_s3_store256": _Cost(2.87, 1.0, 8.70, 0.015, 0.26),
 }
 _H200_SM_COUNT = 132
@@ -341,9 +352,13 @@ def _expected_us(config: LinearConfig, problem: _Problem, sm_count: int) -> floa
     cost = _HOPPER_COSTS[config.name]
     inner, element = problem.input.shape[1], problem.input.element_size()
     tiles = config.tiles(problem.rows, problem.columns)
-    # Two of the 64 x 32 tiles fit the shared memory of an SM; so do two of the smaller ones, which gains nothing.
-    per_sm = config.programs_per_sm if config.persistent else 2 if (config.block_m, config.block_n) == (64, 32) else 1
-    waves = -(-tiles * config.split_k // (sm_count * per_sm))
+    if config.persistent:
+        # Two programs on an SM take twice as long as one, and one alone does not go below its own latency.
+        waves = max(1.0, -(-tiles // sm_count) / config.programs_per_sm)
+    else:
+        # Two tiles of 32 columns fit the shared memory of an SM. More of the smaller ones do, which gained nothing.
+        per_sm = 2 if config.block_n == 32 else 1
+        waves = -(-tiles * config.split_k // (sm_count * per_sm))
     megabytes = 1e-6 * tiles * (config.block_m + config.block_n) * inner * element
     millions = 1e-6 * tiles * config.block_m * config.block_n * (1 if problem.activation == "none" else 2)
     return (
@@ -357,11 +372,14 @@ def _expected_us_of_cublas(problem: _Problem, sm_count: int) -> float:
     """One product after the other, then the activation as a kernel of its own. Fitted as `_HOPPER_COSTS`."""
     inner, columns, rows = problem.input.shape[1], problem.columns, problem.rows
     chip = _H200_SM_COUNT / sm_count
-    products = len(columns) * (3.6 + 0.62e-3 * inner)
-    products += (2.49e-9 * rows * inner * sum(columns) + 0.23e-6 * 2 * inner * sum(columns)) * chip
+    total = sum(columns)
+    products = len(columns) * (3.48 + 0.71e-3 * inner)
+    products += (2.23e-9 * rows * inner * total + 0.45e-6 * inner * total + 0.37e-6 * rows * total) * chip
+    if rows * (inner + total) > 20e6:
+        products *= 1.1  # the L2 cache does not hold input and outputs
     if problem.activation == "none":
         return products
-    return products + 0.31 + 0.96e-6 * rows * sum(columns) * chip
+    return products + 0.39 + 0.80e-6 * rows * total * chip
 
 
 def _expected_clocks(config: LinearConfig, problem: _Problem, sm_count: int) -> float:
@@ -456,10 +474,12 @@ def _kernels_ahead(
     if not _kernels_take(input, weights, biases):
         return
     inner = input.shape[-1]
+    weights, biases = [materialized(weight) for weight in weights], [materialized(bias) for bias in biases]
 
     def allocate(rows: int) -> _Problem:
         outputs = [torch.empty(rows, weight.shape[0], dtype=input.dtype, device=input.device) for weight in weights]
-        return _Problem(input.new_zeros(rows, inner), weights, biases, outputs, activation)
+        operand = torch.zeros(rows, inner, dtype=input.dtype, device=input.device)
+        return _Problem(operand, weights, biases, outputs, activation)
 
     one_row = allocate(1)
     seen: set[str] = set()

@@ -23,7 +23,17 @@ import torch
 import torch.nn.functional as F
 
 from kernl.kernels.norm import MAX_COLUMNS, MAX_ROWS, NormConfig, choose_config, launch_layer_norm
-from kernl.ops.common import Ahead, cast, define_op, empty, kernel_runs_on, may_prefetch, on_device_of, use_pdl
+from kernl.ops.common import (
+    Ahead,
+    cast,
+    define_op,
+    empty,
+    kernel_runs_on,
+    materialized,
+    may_prefetch,
+    on_device_of,
+    use_pdl,
+)
 from kernl.runtime.capability import capability_of
 
 
@@ -211,13 +221,16 @@ def _run_ahead(
     stores_total: bool,
 ) -> None:
     columns = input.shape[-1]
-    x = input.new_zeros(2, 2, columns)
-    addend = None if residual is None else residual.new_zeros(1 if two_strides else 2, 2, columns).expand(2, 2, columns)
+    x = torch.zeros(2, 2, columns, dtype=input.dtype, device=input.device)
+    addend = None
+    if residual is not None:
+        addend = torch.zeros(1 if two_strides else 2, 2, columns, dtype=residual.dtype, device=input.device)
+        addend = addend.expand(x.shape)
     with on_device_of(x):
         launch_layer_norm(
             x,
-            weight,
-            bias,
+            materialized(weight),
+            materialized(bias),
             torch.empty_like(x),
             1e-5,
             residual=addend,

@@ -24,9 +24,13 @@ thread: first calls exclude each other, replays use no cuBLAS. For other code it
 trees take.
 
 A pool fragments when shapes come smallest first: the memory of a small graph cannot hold the larger tensors of the next
-one. So when a capture makes the pool larger than 1.2 times what its largest graph needs alone, all graphs are dropped
+one. So when a capture makes the pool larger than 1.15 times what its largest graph needs alone, all graphs are dropped
 and a new pool begins with the one just captured (`PoolBudget`); the others come back, into that pool, at their next
-call. Shapes warmed up largest first never cause this.
+call. A pool begun this way is one piece, a tenth larger than need be: it is cut anew for each graph, so a slightly
+larger shape fits, and growing shapes start few pools. Shapes warmed up largest first never cause any of this.
+
+A capture that fails, because the function waits for the GPU, makes PyTorch refuse further captures into its pool. The
+next ones take a new pool, and the graphs of the old one stay: until the next restart the budget holds for each.
 
 Capturing executes nothing on the GPU. It happens on the side stream, in thread-local mode (other threads may go on
 launching), with the garbage collector paused (it could destroy another graph, which is illegal while capturing) and
@@ -109,13 +113,15 @@ class CaptureDevice(Protocol):
 
 
 class PoolBudget:
-    """Decides when a fragmented pool is worth starting again.
+    """Decides when a fragmented pool is worth starting again, and how large the new one is.
 
     The bound is a share of what the largest graph needs alone, which is known once it has been captured into an empty
-    pool. That need never decreases, so while shapes grow a pool is started again a logarithmic number of times only.
+    pool. That need never decreases, and a new pool has room to spare for shapes that grow, so a pool is started again a
+    logarithmic number of times only. The share leaves a twentieth for the buffers of inputs, which grow as well.
     """
 
-    share = 1.2
+    share = 1.15
+    spare = 1.1
     floor = 64 << 20  # below this the allocator's own granularity (20 MB pieces, a 32 MB cuBLAS workspace) dominates
 
     def __init__(self) -> None:
@@ -126,6 +132,11 @@ class PoolBudget:
 
     def captured_alone(self, pool_bytes: int) -> None:
         self.need = max(self.need, pool_bytes)
+
+    @property
+    def room(self) -> int:
+        """Bytes to begin a pool with when one has been too small in pieces."""
+        return int(self.spare * self.need)
 
 
 first_call_lock = threading.RLock()
@@ -195,19 +206,7 @@ class CudaCaptureDevice:
 
     def capture(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, Any]:
         with _garbage_collector_paused(), _autocast_cache_off(), torch.cuda.device(self.index):
-            alone = not self._holds_graphs()
-            if alone and self._anchor is not None:
-                self.release_if_idle()  # what graphs that are gone have left is no measure of what this one needs
-            reserved = self.reserved_bytes()
-            graph, outputs = self._capture(function, arguments)
-            if not alone and self.reserved_bytes() > reserved and self._budget.exceeded(self.pool_bytes()):
-                del graph, outputs
-                self.make_room()
-                alone = True
-                graph, outputs = self._capture(function, arguments)
-            if alone:
-                self._budget.captured_alone(self.pool_bytes())
-            return graph, outputs
+            return self._capture_within_budget(function, arguments)
 
     def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # On the side stream, whose freed memory only waits for work that is ordered by `enter_stream`.
@@ -243,16 +242,49 @@ class CudaCaptureDevice:
             torch.cuda.empty_cache()
 
     def pool_bytes(self) -> int:
-        if torch.cuda.get_allocator_backend() != "native":
-            return 0  # another allocator does not tell
-        # A snapshot of one pool lists its few segments; one of all memory takes milliseconds for a large model.
-        return sum(segment["total_size"] for pool in self._pools for segment in torch.cuda.memory_snapshot(pool))
+        return sum(self._pool_sizes())
 
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.index)
 
     def _holds_graphs(self) -> bool:
         return any(runner.graph_count(self) for runner in list(self.runners))
+
+    def _pool_sizes(self) -> list[int]:
+        """Bytes of each pool, the one in use last; those before it are left from captures that failed."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return [0]  # another allocator does not tell
+        # A snapshot of one pool lists its few segments; one of all memory takes milliseconds for a large model.
+        return [sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(pool)) for pool in self._pools]
+
+    def _capture_within_budget(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, Any]:
+        if self._holds_graphs():
+            reserved = self.reserved_bytes()
+            graph, outputs = self._capture(function, arguments)
+            if self.reserved_bytes() <= reserved or not self._over_budget():
+                return graph, outputs
+            del graph, outputs
+            self.make_room()
+            restarted = True
+        else:
+            if self._anchor is not None:
+                self.release_if_idle()  # what graphs that are gone have left is no measure of what this one needs
+            restarted = False
+        graph, outputs = self._capture(function, arguments)
+        self._budget.captured_alone(self.pool_bytes())
+        if restarted:
+            # Its need is now known. Once more, in one piece with room for larger shapes.
+            del graph, outputs
+            self.release_if_idle()
+            self._new_pool(self._budget.room)
+            graph, outputs = self._capture(function, arguments)
+            if self._over_budget():  # this graph wastes much of one piece; to try again would end the same way
+                self._budget.captured_alone(self.pool_bytes())
+        return graph, outputs
+
+    def _over_budget(self) -> bool:
+        sizes = self._pool_sizes()
+        return self._budget.exceeded(max(sizes[-1], sum(sizes) // 2))
 
     def _capture(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         if self._anchor is None:
@@ -279,19 +311,24 @@ class CudaCaptureDevice:
             self._side_stream.wait_stream(self._last_stream)
         return self._side_stream
 
-    def _new_pool(self) -> None:
-        """Start a pool, with a graph that keeps it in being while no other does.
+    def _new_pool(self, room: int = 0) -> None:
+        """Start a pool with one free piece of memory, and with a graph that keeps it in being while no other does.
 
         Capturing that graph also ends the state in which a failed capture leaves the random number generator.
         """
+        device = torch.device("cuda", self.index)
         with torch.inference_mode(False):
-            scalar = torch.zeros(1, device=torch.device("cuda", self.index))
+            scalar = torch.zeros(1, device=device)
         pool = torch.cuda.graph_pool_handle()
         anchor = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream()):
             anchor.capture_begin(pool=pool, capture_error_mode="thread_local")
-            scalar.zero_()
-            anchor.capture_end()
+            try:
+                scalar.zero_()
+                if room:
+                    torch.empty(room, dtype=torch.uint8, device=device)
+            finally:
+                anchor.capture_end()
         self._pools.append(pool)
         self._anchor = anchor
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from kernl.runtime import cuda_graph, tuning
 from kernl.runtime.capability import capability_of
+from kernl.runtime.capture_device import cuda_capture_device
 from kernl.runtime.cuda_graph import CudaGraphRunner
 from kernl.runtime.tuning import Candidate, choose
 
@@ -417,13 +418,14 @@ def reserved_after(sizes: list[int]) -> int:
     """Bytes reserved beyond weights once these sizes have been called, graphs, pool and static inputs included.
 
     Outputs are dropped and PyTorch's unused cache is given back before reading `torch.cuda.memory_reserved`, so what
-    remains is what the runner holds.
+    remains is what the runner holds. Graphs and the pool that other tests have left are dropped first.
     """
     w1 = torch.randn(256, 4096, device="cuda", dtype=torch.float16) / 16
     w2 = torch.randn(4096, 256, device="cuda", dtype=torch.float16) / 64
     runner = runner_of(wide)
     gc.collect()
-    torch.cuda.empty_cache()
+    torch._C._cuda_clearCublasWorkspaces()
+    cuda_capture_device(w1.device).make_room()
     before = torch.cuda.memory_reserved()
     for size in sizes:
         x = torch.randn(size, 256, device="cuda", dtype=torch.float16)
@@ -435,7 +437,13 @@ def reserved_after(sizes: list[int]) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved() - before
-    assert 0 < runner.memory()["pool"] <= reserved + 2 * MEBIBYTE
+    memory = runner.memory()
+    pool, static_inputs = memory["pool"] / MEBIBYTE, memory["static_inputs"] / MEBIBYTE
+    print(
+        f"{len(sizes)} shapes: reserved {reserved / MEBIBYTE:.0f} MiB, pool {pool:.0f}, static inputs "
+        f"{static_inputs:.0f}, {runner.graph_count()} graphs held"
+    )
+    assert 0 < memory["pool"] <= reserved + 2 * MEBIBYTE
     runner.release()
     assert torch.cuda.memory_reserved() - before <= 2 * MEBIBYTE, "released memory goes back"
     return reserved

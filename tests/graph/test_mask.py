@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule, Node
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy, Tracer
 
 from kernl.graph import Emitted, canonicalize, value_of
 from kernl.graph.mask import Sizes, read_additive, read_condition, round_to, shifted_to_float32, spacing
@@ -255,8 +257,8 @@ def _capture(function: Callable[..., Any], *inputs: Any, dynamic: bool) -> Graph
 
 def _mask_node(gm: GraphModule) -> Node:
     output = next(node for node in gm.graph.nodes if node.op == "output")
-    (result,) = output.args[0]
-    return result
+    results = output.args[0]
+    return results[0] if isinstance(results, (tuple, list)) else results
 
 
 def _sizes(mask: Node) -> Sizes:
@@ -489,3 +491,102 @@ def test_float32_rounds_a_shifted_number_alike(number: float, dtype: torch.dtype
     wide = torch.tensor(shifted, dtype=torch.float32) + scores.to(dtype).float()
     finite = narrow.isfinite()
     assert torch.equal((narrow.float() - number)[finite], (wide - shifted)[finite])
+
+
+class _RandomMask:
+    """A random condition that broadcasts to [batch, 1, seqlen, seqlen], recorded faster than Dynamo would."""
+
+    def __init__(self, seed: int, batch: int, seqlen: int) -> None:
+        self.random, self.batch, self.seqlen = Random(seed), batch, seqlen
+        self.tracer = Tracer()
+        self.tracer.graph = Graph()
+        self.mask = self.tracer.create_proxy("placeholder", "mask", (), {})
+        self.tracer.graph.output((self.condition(4).node,))
+        self.gm = GraphModule(torch.nn.Module(), self.tracer.graph)
+
+    def make(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", function, args, kwargs)
+
+    def index(self) -> Proxy:
+        index: Any = self.make(torch.arange, self.seqlen)
+        if self.random.random() < 0.5:
+            index = index + self.random.choice([0, 0, 1, -1, self.seqlen])
+        if self.random.random() < 0.2:
+            index = index * self.random.choice([1, 2, -1])
+        return self.seqlen - 1 - index if self.random.random() < 0.15 else index
+
+    def condition(self, depth: int) -> Proxy:
+        if not depth or self.random.random() < 0.25:
+            return self.atom()
+        kind = self.random.choice(["and", "and", "or", "not", "view", "where", "equal"])
+        one = self.condition(depth - 1)
+        if kind == "not":
+            return ~one if self.random.random() < 0.5 else one.eq(False)
+        if kind == "view":
+            full = one.expand(self.batch, 1, self.seqlen, self.seqlen)
+            views: list[Callable[[], Proxy]] = [
+                lambda: full,
+                lambda: full.transpose(2, 3),
+                lambda: full[:, 0].unsqueeze(1),
+                lambda: full.flip(0),
+                lambda: full[:1],
+                lambda: full.reshape(self.batch, self.seqlen, self.seqlen)[:, None],
+                lambda: full[:, :, -1:],
+                lambda: full[..., self.make(torch.arange, self.seqlen)],
+                lambda: full.permute(0, 1, 3, 2),
+                lambda: full.narrow(2, 0, 1),
+            ]
+            return self.random.choice(views)()
+        if kind == "where":
+            return self.make(torch.where, one, 0.0, -9e3) >= self.random.choice([0.0, -1.0])
+        other = self.condition(depth - 1)
+        if kind == "equal":
+            return (one.float() * self.random.choice([2.0, -1.0]) + 1).eq(1) & other
+        return one & other if kind == "and" else one | other
+
+    def atom(self) -> Proxy:
+        query, key = self.index()[None, None, :, None], self.index()[None, None, None, :]
+        compare = self.random.choice(["le", "lt", "ge", "gt", "eq", "ne"])
+        batch = self.make(torch.arange, self.batch)[:, None, None, None]
+        place = self.make(torch.arange, self.seqlen)[None, None, None]
+        square = self.make(torch.ones, self.seqlen, self.seqlen, dtype=torch.bool)
+        atoms: list[Callable[[], Proxy]] = [
+            lambda: getattr(key, compare)(query),
+            lambda: key.le(query),
+            lambda: getattr(key, compare)(self.random.choice([-1, 0, 2, self.seqlen])),
+            lambda: query.ge(0),
+            lambda: getattr(self.mask, compare)(self.random.choice([0, 1]))[:, None, None, :],
+            lambda: self.mask.ne(0)[:, None, None, :],
+            lambda: self.mask.bool()[:, None, :, None],
+            lambda: self.mask.bool()[batch, place],
+            lambda: square.tril(self.random.choice([-1, 0, 1])),
+            lambda: (1 - self.mask.bool().int()).view(self.batch, 1, 1, self.seqlen).eq(0),
+        ]
+        return self.random.choice(atoms)()
+
+
+class _FakeValues(Interpreter):
+    def run_node(self, n: Node) -> Any:
+        n.meta["example_value"] = result = super().run_node(n)
+        return result
+
+
+@pytest.mark.parametrize("trial", range(100))
+def test_random_masks(trial: int, rng: torch.Generator) -> None:
+    """Nothing is read that is not so, and what is said to be complete is."""
+    seed = int(torch.randint(2**31, (), generator=rng))
+    batch, seqlen = Random(seed).choice([(3, 5), (4, 4), (1, 6), (3, 1)])
+    example = torch.randint(0, 3, (batch, seqlen), generator=rng)
+    gm = _RandomMask(seed, batch, seqlen).gm
+    with FakeTensorMode() as mode:
+        _FakeValues(gm).run(mode.from_tensor(example))
+    node = _mask_node(gm)
+    read = read_condition(node, Sizes(batch, seqlen, seqlen))
+    expected = gm(example)[0].expand(batch, 1, seqlen, seqlen)
+    rebuilt = torch.ones(batch, 1, seqlen, seqlen, dtype=torch.bool)
+    if read.is_causal:
+        rebuilt = rebuilt.tril()
+    if read.key_padding is not None:
+        rebuilt = rebuilt & _evaluate(gm, read.key_padding, (example,))[:, None, None, :]
+    assert torch.equal(rebuilt & expected, expected), gm.code
+    assert not read.complete or torch.equal(rebuilt, expected), gm.code

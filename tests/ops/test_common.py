@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,11 +12,32 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernl.kernels.common import to_compute, to_storage
 from kernl.ops import common
 from kernl.runtime.capability import DeviceCapability
 from tests.conftest import KernelRun
+
+
+def test_kernels_are_made_ahead_once_and_failures_are_told() -> None:
+    ran: list[str] = []
+    seen: set[bool] = set()
+
+    def run(name: str) -> None:
+        seen.add(torch.is_inference_mode_enabled())
+        ran.append(name)
+        if name == "broken":
+            raise RuntimeError("ptxas failed\nmore text")
+
+    unique = object()
+    pairs = [((unique, name), functools.partial(run, name)) for name in ("a", "b", "a", "broken")]
+    reasons = common.compile_ahead(pairs, workers=3)
+    assert sorted(ran) == ["a", "b", "broken"] and seen == {True}
+    assert len(reasons) == 1 and "broken" in reasons[0] and reasons[0].endswith("RuntimeError: ptxas failed")
+    assert not torch.is_inference_mode_enabled()
+    assert len(common.compile_ahead(pairs, workers=1)) == 1, "what failed is tried again"
+    assert sorted(ran) == ["a", "b", "broken", "broken"], "what worked is not"
 
 
 def test_switches_nest() -> None:
@@ -179,3 +201,38 @@ def test_conversions_round_as_torch_does(
     output = torch.zeros(1024, dtype=target, device=kernels.device)
     kernl_test_round_trip[(1,)](values, output, BLOCK=1024)
     torch.testing.assert_close(output, values.to(target), rtol=0, atol=0, equal_nan=True)
+
+
+def test_norms_and_attention_name_their_kernels_ahead(kernels: KernelRun) -> None:
+    from kernl.kernels.common import launches
+
+    x = torch.randn(2, 5, 48, device=kernels.device)
+    weight = torch.nn.Parameter(torch.ones(48, device=kernels.device))
+    query = torch.randn(2, 7, 2, 16, device=kernels.device).transpose(1, 2)
+    padding = torch.ones(2, 7, dtype=torch.bool, device=kernels.device)
+    bias = torch.randn(1, 2, 7, 7, device=kernels.device)
+    cases = [
+        (torch.ops.kernl.layer_norm, (x, weight, weight, 1e-5), 4),
+        (torch.ops.kernl.add_layer_norm, (x, x[:1], weight, None, 1e-5), 8),
+        (torch.ops.kernl.layer_norm_of_sum, (x, x, None, None, 1e-5), 4),
+        (torch.ops.kernl.attention, (query, query, query, None, padding, 0.25, False, "mean"), 2),
+        (torch.ops.kernl.attention, (query, query, query, bias, None, -0.25, True, "zero"), 1),
+        (torch.ops.kernl.attention, (query, query, query, padding[:, None, None], None, 0.25, False, "zero"), 2),
+    ]
+    for op, args, most in cases:
+        with common.force_reference():
+            assert common.ahead_of(op, args) == []
+        pairs = common.ahead_of(op, args)
+        assert len({key for key, _ in pairs}) == len(pairs)
+        assert 1 <= len(pairs) and (len(pairs) <= most or kernels.device.type == "cuda")
+        before = sum(launches.values())
+        with torch.inference_mode():
+            for _, run in pairs:
+                run()
+        assert sum(launches.values()) == before + len(pairs)
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        with_fake = common.ahead_of(op, fake)
+        assert {key for key, _ in with_fake} == {key for key, _ in pairs} or isinstance(args[1], torch.nn.Parameter)
+        with torch.inference_mode():
+            with_fake[0][1]()

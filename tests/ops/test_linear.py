@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernl.ops
@@ -630,7 +631,7 @@ def test_default_agrees_with_what_was_measured(shape: str) -> None:
 
 
 def test_every_configuration_for_hopper_has_a_cost() -> None:
-    for rows in (1, 32, 64, 256, 512, 2048, 10_000):
+    for rows in (1, 32, 64, 128, 256, 512, 2048, 10_000):
         for config in configs(90, rows, torch.float16, tma=True):
             assert config.name in _HOPPER_COSTS
 
@@ -668,6 +669,12 @@ def test_kernels_ahead(kernels: KernelRun, rng: torch.Generator) -> None:
         launched = sum(launches.values())
         run()
         assert sum(launches.values()) == launched + 1
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(input), mode.from_tensor(weights[0]), mode.from_tensor(biases[0])
+    assert {key for key, _ in ahead_of(torch.ops.kernl.linear, (fake[0], weights[0], biases[0], "gelu"))} <= set(keys)
+    for key, run in ahead_of(torch.ops.kernl.linear, (*fake, "gelu"))[:1]:
+        assert key in keys
+        run()
     assert torch.equal(input, before[0]) and torch.equal(weights[0], before[1])
     assert ahead_of(torch.ops.kernl.linear, (input.double(), weights[0].double(), None, "gelu")) == []
 

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernl.runtime.capture_device import PoolBudget
 from kernl.runtime.layout import Layout, copy_of
 
 SIZES_AND_STRIDES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), min_size=0, max_size=4)
@@ -48,20 +47,3 @@ def test_contiguous_and_transposed_tensors_are_dense_and_sliced_ones_are_not() -
     assert Layout.of(x).dense and Layout.of(x.transpose(0, 2)).dense
     assert not Layout.of(x[:, :, 1:]).dense and not Layout.of(x[:, :, 1:]).overlaps
     assert not Layout.of(x[:1].expand(3, 4, 5)).dense and Layout.of(x[:1].expand(3, 4, 5)).repeats
-
-
-def test_a_pool_is_started_again_only_when_it_outgrows_its_largest_graph() -> None:
-    mebibyte = 1 << 20
-    budget = PoolBudget()
-    assert not budget.exceeded(60 * mebibyte), "small pools are left alone"
-    budget.captured_alone(100 * mebibyte)
-    assert not budget.exceeded(119 * mebibyte)
-    assert budget.exceeded(121 * mebibyte)
-    budget.captured_alone(30 * mebibyte)
-    assert not budget.exceeded(119 * mebibyte), "the largest need is not forgotten: it will be back"
-    restarts = 0
-    for size in range(100, 1000):
-        if budget.exceeded(size * mebibyte):
-            budget.captured_alone(size * mebibyte)
-            restarts += 1
-    assert restarts <= 13
