@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -146,24 +145,31 @@ def graph_peer(model: BertModel) -> Peer:
 
 
 class ColdCaches:
-    """Points the caches on disk at a new empty folder, removed at exit."""
+    """As a context manager: points the caches on disk at new empty folders, and back at the end."""
 
     VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "KERNL_CACHE_DIR")
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self.folder = tempfile.mkdtemp(prefix="kernl-bench-") if enabled else None
         self.count = 0
 
+    def __enter__(self) -> ColdCaches:
+        self.before = {variable: os.environ.get(variable) for variable in self.VARIABLES}
+        self.folder = tempfile.TemporaryDirectory(prefix="kernl-bench-", ignore_cleanup_errors=True)
+        return self
+
     def renew(self) -> None:
-        if self.folder is not None:
+        if self.enabled:
             self.count += 1
             for variable in self.VARIABLES:
-                os.environ[variable] = os.path.join(self.folder, f"{self.count}-{variable.lower()}")
+                os.environ[variable] = os.path.join(self.folder.name, f"{self.count}-{variable.lower()}")
 
-    def remove(self) -> None:
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def __exit__(self, *exception: object) -> None:
+        for variable, value in self.before.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
+        self.folder.cleanup()
 
 
 def inductor_peer(model: BertModel, mode: str | None, caches: ColdCaches) -> Peer:
@@ -247,6 +253,51 @@ def peers_to_run(
             yield name, shapes
 
 
+def measure_peers(
+    arguments: argparse.Namespace,
+    model: BertModel,
+    references: dict[tuple[int, ...], torch.Tensor],
+    baselines: dict[tuple[int, ...], torch.Tensor],
+    results: Results,
+    caches: ColdCaches,
+) -> int:
+    """Add a row for every peer and shape. Returns how often kernl could not be measured."""
+    failures = 0
+    for name, shapes in peers_to_run(arguments.peers, arguments.shapes, arguments.quick):
+        release_memory()
+        weights = reserved_bytes()
+        try:
+            peer = make_peer(name, model, caches)
+        except Exception as error:
+            print(f"{name}: left out, {type(error).__name__}: {error}", file=sys.stderr)
+            failures += name == "kernl"
+            continue
+        for shape in shapes:
+            inputs = make_inputs(model, *shape)
+            bytes_floor, flops_floor = floors(*floor_of(model.config, inputs))
+            try:
+                figures, output = measure_shape(peer, inputs, arguments.calls, weights)
+            except Exception as error:
+                print(f"{name} {shape}: failed, {type(error).__name__}: {error}", file=sys.stderr)
+                failures += name == "kernl"
+                continue
+            results.add(
+                model=arguments.model,
+                shape=list(shape),
+                peer=name,
+                dtype=str(model.dtype).removeprefix("torch."),
+                **figures,
+                floor_bytes_ms=bytes_floor,
+                floor_flops_ms=flops_floor,
+                **check_result(output.cpu(), references[shape], baselines[shape]),
+            )
+            results.save()
+            print(f"{name:16} {shape!s:10} {figures['ms']:8.3f} ms   first {figures['first_s']:6.2f} s", flush=True)
+        peer.close()
+        del peer
+    return failures
+
+
 def run(arguments: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if device == "cuda" else torch.float32
@@ -266,34 +317,8 @@ def run(arguments: argparse.Namespace) -> int:
             baselines[shape] = model(**inputs).last_hidden_state.cpu()
     del exact, reference_model
 
-    failures = 0
-    caches = ColdCaches(not arguments.warm)
-    for name, shapes in peers_to_run(arguments.peers, arguments.shapes, arguments.quick):
-        release_memory()
-        weights = reserved_bytes()
-        try:
-            peer = make_peer(name, model, caches)
-        except Exception as error:
-            print(f"{name}: left out, {type(error).__name__}: {error}", file=sys.stderr)
-            failures += name == "kernl"
-            continue
-        for shape in shapes:
-            inputs = make_inputs(model, *shape)
-            bytes_floor, flops_floor = floors(*floor_of(model.config, inputs))
-            try:
-                figures, output = measure_shape(peer, inputs, arguments.calls, weights)
-            except Exception as error:
-                print(f"{name} {shape}: failed, {type(error).__name__}: {error}", file=sys.stderr)
-                failures += name == "kernl"
-                continue
-            check = check_result(output.cpu(), references[shape], baselines[shape])
-            results.add(model=arguments.model, shape=list(shape), peer=name, dtype=str(dtype).removeprefix("torch."),
-                        **figures, floor_bytes_ms=bytes_floor, floor_flops_ms=flops_floor, **check)  # fmt: skip
-            results.save()
-            print(f"{name:16} {shape!s:10} {figures['ms']:8.3f} ms   first {figures['first_s']:6.2f} s", flush=True)
-        peer.close()
-        del peer
-    caches.remove()
+    with ColdCaches(not arguments.warm) as caches:
+        failures = measure_peers(arguments, model, references, baselines, results, caches)
 
     add_ratios(results.rows)
     path = results.save()

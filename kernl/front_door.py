@@ -56,6 +56,10 @@ _MAX_SIGNATURES = 512
 _MAX_LESSONS = 3  # calls of one signature from which learning is tried
 _MAX_FAILURES = 8  # of TorchDynamo, after which it is not asked about new signatures
 
+# Older versions then break graphs apart at length 1, and specialise on batch 1 in spite of it: batch 1 and larger ones
+# are two graphs there.
+_ONE_CAN_BE_A_SIZE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
 _is_compiling = torch.compiler.is_compiling
 _is_inference = torch.is_inference_mode_enabled
 _jit_tracing_state = torch._C._get_tracing_state
@@ -401,7 +405,7 @@ class FrontDoor:
         if dynamic is None and symbolic:
             dynamic = True
         self._may_turn_to_fixed_sizes = dynamic is True and self.options.dynamic is None
-        self._settings = dynamo_settings(self.options, one_is_a_size=dynamic is True)
+        self._settings = dynamo_settings(self.options, one_is_a_size=dynamic is True and _ONE_CAN_BE_A_SIZE)
         self._start_with(torch.compile(entry, backend=self._compile, dynamic=dynamic))
 
     def close(self) -> None:
@@ -627,15 +631,15 @@ def _collects_outputs(kind: type) -> bool:
     return False
 
 
-_settings_are_per_thread = isinstance(torch._dynamo.config._config["recompile_limit"].user_override, ContextVar)
+_dynamo_config: Any = torch._dynamo.config
+_shapes_config: Any = symbolic_shapes_config
+_settings_are_per_thread = isinstance(_dynamo_config._config["recompile_limit"].user_override, ContextVar)
 _settings_lock = threading.Lock()
 _calls_with_settings = 0
 _put_back: Callable[[], None] | None = None
 
 
-def dynamo_settings(
-    options: Options, *, one_is_a_size: bool
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
+def dynamo_settings(options: Options, *, one_is_a_size: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Context managers with TorchDynamo's settings for one model; outside of them the user's hold.
 
     one_is_a_size: symbolic sizes may be 1, so that batch 1 and length 1 need no graphs of their own.
@@ -643,7 +647,7 @@ def dynamo_settings(
     Newer versions of PyTorch keep settings per thread. In older ones they are the process's: the first call that comes
     in changes them, the last one that leaves puts them back.
     """
-    change_dynamo = torch._dynamo.config._make_closure_patcher(
+    change_dynamo = _dynamo_config._make_closure_patcher(
         # Floats of modules (epsilon, scale, p) stay numbers, also in symbolic graphs.
         specialize_float=True,
         # Forward hooks added after compilation are noticed.
@@ -655,7 +659,7 @@ def dynamo_settings(
         recompile_limit=options.recompile_limit,
         accumulated_recompile_limit=max(options.recompile_limit, 256),
     )
-    change_sizes = symbolic_shapes_config._make_closure_patcher(backed_size_oblivious=one_is_a_size)
+    change_sizes = _shapes_config._make_closure_patcher(backed_size_oblivious=one_is_a_size)
 
     def change() -> Callable[[], None]:
         put_back_dynamo, put_back_sizes = change_dynamo(), change_sizes()

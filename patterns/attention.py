@@ -5,8 +5,8 @@
     scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
     matmul(softmax(matmul(query, key^T) * scale + mask), value)
 
-Seen in BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT, ALBERT, ViT, CLIP, ModernBERT, T5, GPT-2, Llama and Mistral, which have
-both ("sdpa" and "eager"), and in MPNet, which has only the formula. DeBERTa's is seen, and left alone.
+Seen in BERT, RoBERTa, XLM-R, ELECTRA, DistilBERT, ALBERT, ViT, CLIP, ModernBERT, T5, GPT-2, Llama and Mistral, which
+have both ("sdpa" and "eager"), and in MPNet, which has only the formula. DeBERTa's is seen, and left alone.
 
 The formula varies: the scale divides, or multiplies query or key instead; the scores are cast, or softmax is told a
 type; the mask is added, subtracted or filled in; dropout that does nothing stands before the last product. All of these

@@ -93,7 +93,7 @@ def test_demo_fails_when_results_differ(
     class Reporting:
         class model:
             class kernl:
-                report: Callable[[], str] = staticmethod(lambda: "no report")
+                report: Callable[..., str] = staticmethod(lambda profile=None: "no report")
 
     def fake_measure(name: str, encoder: Any, texts: list[str], *, quick: bool = False) -> demo.Variant:
         return plain if name == "plain" else wrong

@@ -553,24 +553,22 @@ def block_of(dim: int) -> int:
 _HOPPER = {
     64: (
         Configuration(128, 64, 8, 3, uses_tma=True, max_registers=128),
-        Configuration(128, 128, 8, 2),
-        Configuration(128, 32, 8, 3, uses_tma=True, max_registers=128),
-        Configuration(64, 64, 4, 3, uses_tma=True, max_registers=168),
-        Configuration(64, 64, 4, 3, max_registers=168),
+        Configuration(128, 128, 8, 2, uses_tma=True),
+        Configuration(64, 64, 4, 3, uses_tma=True, max_registers=128),
+        Configuration(64, 64, 4, 3),
         Configuration(64, 32, 4, 3),
         Configuration(32, 64, 4, 2),
         Configuration(16, 64, 4, 3),
-        Configuration(16, 32, 4, 3),
+        Configuration(16, 32, 4, 2),
     ),
     128: (
         Configuration(128, 64, 8, 3, uses_tma=True),
         Configuration(128, 32, 8, 3),
         Configuration(64, 64, 4, 2, uses_tma=True),
-        Configuration(64, 32, 4, 3, uses_tma=True),
         Configuration(64, 32, 4, 3),
         Configuration(32, 64, 4, 2),
         Configuration(16, 64, 4, 3),
-        Configuration(16, 32, 4, 3),
+        Configuration(16, 32, 4, 2),
     ),
     256: (
         Configuration(64, 32, 8, 2, uses_tma=True),
@@ -583,13 +581,13 @@ _BLACKWELL = {
         Configuration(128, 64, 8, 3, uses_tma=True),
         Configuration(64, 64, 4, 3, uses_tma=True),
         Configuration(64, 64, 4, 3),
-        Configuration(16, 32, 4, 3),
+        Configuration(16, 32, 4, 2),
     ),
     128: (
         Configuration(128, 64, 8, 3, uses_tma=True),
         Configuration(64, 32, 4, 3, uses_tma=True),
         Configuration(64, 32, 4, 3),
-        Configuration(16, 32, 4, 3),
+        Configuration(16, 32, 4, 2),
     ),
     256: (Configuration(64, 32, 8, 2), Configuration(32, 32, 8, 2)),
 }
@@ -623,7 +621,7 @@ _AMPERE_MASK = {
     256: (Configuration(32, 32, 8, 2),),
 }
 _TF32 = {
-    64: (Configuration(64, 32, 8, 2), Configuration(16, 32, 4, 2)),
+    64: (Configuration(64, 32, 8, 2), Configuration(16, 16, 4, 2)),
     128: (Configuration(64, 16, 8, 2), Configuration(16, 32, 4, 2)),
     256: (Configuration(16, 16, 4, 2),),
 }

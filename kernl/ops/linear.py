@@ -498,7 +498,7 @@ def _run_ahead(allocate: Callable[[int], _Problem], rows: int, name: str) -> Non
     problem = dataclasses.replace(allocate(_TINY_ROWS), assumed_rows=rows)
     with on_device_of(problem.input):
         if name == "cublas":
-            launch_activation(problem.outputs[0], problem.activation, use_pdl=use_pdl(problem.input))
+            launch_activation(problem.outputs[0].zero_(), problem.activation, use_pdl=use_pdl(problem.input))
         else:
             implementations(problem)[name]()
 
