@@ -56,8 +56,7 @@ _MAX_SIGNATURES = 512
 _MAX_LESSONS = 3  # calls of one signature from which learning is tried
 _MAX_FAILURES = 8  # of TorchDynamo, after which it is not asked about new signatures
 
-# Older versions then break graphs apart at length 1, and specialise on batch 1 in spite of it: batch 1 and larger ones
-# are two graphs there.
+# Older versions specialise on batch 1 all the same: batch 1 and larger ones are two graphs there.
 _ONE_CAN_BE_A_SIZE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 _is_compiling = torch.compiler.is_compiling
@@ -405,7 +404,10 @@ class FrontDoor:
         if dynamic is None and symbolic:
             dynamic = True
         self._may_turn_to_fixed_sizes = dynamic is True and self.options.dynamic is None
-        self._settings = dynamo_settings(self.options, one_is_a_size=dynamic is True and _ONE_CAN_BE_A_SIZE)
+        self._settings = dynamo_settings(self.options)
+        self._settings_for_any_batch = dynamo_settings(
+            self.options, one_is_a_size=dynamic is True and _ONE_CAN_BE_A_SIZE
+        )
         self._start_with(torch.compile(entry, backend=self._compile, dynamic=dynamic))
 
     def close(self) -> None:
@@ -462,7 +464,7 @@ class FrontDoor:
         state = self._state_to_learn(model, signature)
         outer, _local.runs = _local.runs, [] if state is not None else None
         try:
-            with self._settings():
+            with self._settings() if call is None or _has_length_1(call[1]) else self._settings_for_any_batch():
                 result = self._guarded(model, *args, **kwargs)
             runs = _local.runs
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -639,10 +641,17 @@ _calls_with_settings = 0
 _put_back: Callable[[], None] | None = None
 
 
-def dynamo_settings(options: Options, *, one_is_a_size: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
+def _has_length_1(tensors: Sequence[Tensor]) -> bool:
+    """Whether a dimension other than the batch is 1. TorchDynamo breaks a graph apart when such a size is a symbol."""
+    return any(1 in tensor.shape[1:] for tensor in tensors)
+
+
+def dynamo_settings(
+    options: Options, *, one_is_a_size: bool = False
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Context managers with TorchDynamo's settings for one model; outside of them the user's hold.
 
-    one_is_a_size: symbolic sizes may be 1, so that batch 1 and length 1 need no graphs of their own.
+    one_is_a_size: symbolic sizes may be 1, so that batch 1 needs no graph of its own.
 
     Newer versions of PyTorch keep settings per thread. In older ones they are the process's: the first call that comes
     in changes them, the last one that leaves puts them back.
