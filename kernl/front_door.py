@@ -16,7 +16,9 @@ objects, each of its inputs is an argument, a weight or a number that follows fr
 result is one of its outputs, then the call is *understood*: a `Plan` says which argument goes to which input and how
 outputs become the result. Anything less, and calls of this signature go on through TorchDynamo; the report says why.
 
-**Serving.** A later call of that signature fills in the inputs, calls the graph and rebuilds the result.
+**Serving.** A later call of that signature fills in the inputs, calls the graph and rebuilds the result. Where a CUDA graph
+is behind it, that is launched before the model is compared with its snapshot, and its outputs are thrown away in the rare
+case that the comparison fails: the host's time for it disappears behind the GPU's.
 """
 
 from __future__ import annotations
@@ -75,6 +77,9 @@ class _Local(threading.local):
 
 
 _local = _Local()
+
+
+NOT_SERVED = object()
 
 
 class NotUnderstood(Exception):
@@ -237,13 +242,25 @@ class Plan:
         """Whether the model is as it was when the plan was learnt. A captured graph looks after addresses itself."""
         return state.unchanged(model, addresses=self._captured is None) and not (self.grad and state.needs_grad())
 
-    def serve(self, tensors: Sequence[Tensor]) -> Any:
-        """The result of a call with these tensor arguments."""
+    def serve(self, tensors: Sequence[Tensor], state: ModelState, model: nn.Module) -> Any:
+        """The result of a call with these tensor arguments; NOT_SERVED when the model is not as the plan wants it.
+
+        A captured graph is launched first, and the model is looked at while the GPU works.
+        """
         inputs = self._template.copy()
         for position, index in self._slots:
             inputs[position] = tensors[index]
-        if self._captured is not None:
-            return self._build(self._captured.replay(inputs), tensors)
+        captured = self._captured
+        if captured is not None and not self.grad:
+            outputs = captured.replay_ahead(inputs)
+            if outputs is not None:
+                if state.unchanged(model, addresses=False) and captured.fixed_in_place(inputs):
+                    return self._build(outputs, tensors)
+                return NOT_SERVED
+        if not self.suits(state, model):
+            return NOT_SERVED
+        if captured is not None:
+            return self._build(captured.replay(inputs), tensors)
         outputs = self._graph(*inputs)
         if self._graph.runner is not None:
             # All of the call's tensors are on the GPU, or there would be no runner: its key is part of the signature.
@@ -435,11 +452,13 @@ class FrontDoor:
                 signature, tensors = call
                 book = door.book
                 for plan in book.plans.get(signature, ()):
-                    if plan.fits() and plan.suits(book.state, model):
+                    if plan.fits():
                         try:
-                            result = plan.serve(tensors)
+                            result = plan.serve(tensors, book.state, model)
                         except WeightsChanged:
                             break
+                        if result is NOT_SERVED:
+                            continue
                         calls.direct += 1
                         return result
             return door.through_guards(model, args, kwargs, call)

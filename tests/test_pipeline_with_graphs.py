@@ -87,6 +87,32 @@ def test_a_moved_weight_is_captured_again(device: FakeDevice) -> None:
     assert device.captures == 2 and check(model, x)
 
 
+def test_checks_that_follow_the_launch_throw_its_result_away(device: FakeDevice) -> None:
+    """The graph is launched before the model is looked at; what the look finds still counts for this very call."""
+    model, x = kernl.optimize_model(tiny.encoder()), tiny.activations()
+    for _ in range(3):
+        check(model, x)
+    kept = model.blocks[0].up.weight.data  # the old memory stays valid, so the graph may read it
+    model.blocks[0].up.weight.data = torch.randn_like(kept)
+    before = device.replays
+    check(model, x)
+    assert device.replays == before + 1 and device.captures == 2
+    model.blocks[1] = tiny.Block().eval()
+    check(model, x)
+
+
+def test_memory_that_was_freed_is_not_read_by_a_launch_ahead_of_the_checks(device: FakeDevice) -> None:
+    model, x = kernl.optimize_model(tiny.encoder()), tiny.activations()
+    for _ in range(3):
+        check(model, x)
+    model.blocks[0].up.weight.data = torch.randn_like(model.blocks[0].up.weight)
+    before = device.replays
+    check(model, x)
+    assert device.replays == before and device.captures == 2
+    check(model, x)
+    assert device.replays == before + 1
+
+
 def test_weights_of_another_shape_are_compiled_again(device: FakeDevice) -> None:
     model, x = kernl.optimize_model(tiny.encoder()), tiny.activations()
     for _ in range(3):

@@ -131,6 +131,16 @@ def remove_dead(graph: Graph, nodes: Iterable[Node]) -> set[Node]:
     return removed
 
 
+def remove_unused(graph: Graph) -> set[Node]:
+    """Remove the calls whose result nobody reads, as models leave them behind, with the exceptions of `remove_dead`."""
+    unused = [
+        node
+        for node in graph.nodes
+        if not node.users and (call := call_of(node)) and call.op not in DROPOUTS and "::" not in call.op
+    ]
+    return remove_dead(graph, unused)
+
+
 class Storages:
     """Which values share memory.
 

@@ -37,7 +37,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kernl.graph.match import Emitted, Match, Refused
-from kernl.graph.memory import Storages, remove_dead, same_metadata, switches_mode, written_by
+from kernl.graph.memory import Storages, remove_dead, remove_unused, same_metadata, switches_mode, written_by
 from kernl.graph.registry import RegisteredPattern, Registry, default_registry
 from kernl.graph.table import call_of, op_name, value_of
 
@@ -141,7 +141,8 @@ def rewrite(
             if refusal is not None:
                 entry.refused[refusal] += 1
                 report.refusals.append(Refusal(pattern.name, root.name, refusal, root.meta.get("stack_trace")))
-    if any(entry.matched for entry in report.patterns.values()):
+    removed = remove_unused(gm.graph)
+    if removed or any(entry.matched for entry in report.patterns.values()):
         gm.recompile()
     report.leftover = Counter(
         op_name(node)

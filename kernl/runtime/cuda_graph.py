@@ -36,6 +36,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -361,6 +362,7 @@ class CapturedGraph:
         versions = [_version(value) for value in arguments]
         graph, outputs = device.capture(runner.function, arguments)
         written = {i for i, value in enumerate(arguments) if _version(value) != versions[i]} | runner._mutated
+        self._has_effects = bool(written)
         self._written = sorted(written.intersection(copied))
         # Copies do not see each other's writes, so memory that is written must be reached through one input only.
         self._exclusive = copied if written else []
@@ -370,6 +372,10 @@ class CapturedGraph:
         plan = OutputPlan(outputs, arguments, borrow=device.borrow, copies=not runner._static_outputs)
         # Graph, input copies, output plan; None once dropped.
         self._captured: tuple[Graph, InputCopies, OutputPlan] | None = (graph, copies, plan)
+        # Weak references to the memory of parameters and buffers, and a list that one of them dying puts something into.
+        self._watches: list[Any] = []
+        self._freed: list[Any] = []
+        self._watch(inputs)
         self._memory = {
             "shapes": tuple(tuple(inputs[index].shape) for index in copied),
             "input_bytes": copies.nbytes,
@@ -387,19 +393,28 @@ class CapturedGraph:
             return self._runner.run_plainly("an input that is written shares memory with another input", inputs)
         with self._lock:
             captured = self._captured
-            if captured is not None and self._fixed_in_place(inputs):
-                graph, copies, plan = captured
-                self.device.enter_stream()
-                copies.fill(inputs)
-                graph.replay()
-                self.last_used = self._tick()
-                if self._written:
-                    copies.copy_back(inputs, self._written)
-                return plan.make(inputs)
+            if captured is not None and self.fixed_in_place(inputs):
+                if self._freed:
+                    self._watch(inputs)
+                return self._launch(captured, inputs)
         if captured is not None:
             return self._runner._moved(self, inputs)
         successor = self._runner._graphs.get(self.key)
         return self._runner(*inputs) if successor is None else successor.replay(inputs)
+
+    def replay_ahead(self, inputs: Sequence[Any]) -> Any:
+        """The result as `replay` gives it, provided that `fixed_in_place(inputs)`; None when nothing was launched.
+
+        For a caller that has more to check and checks it, and `fixed_in_place`, while the GPU works: comparing the
+        addresses of two hundred parameters takes as long as launching. If a check fails, the result is thrown away.
+        That is harmless, since a graph whose parameters' memory has been freed, or that writes to its inputs or to
+        buffers, is not launched here.
+        """
+        if self._freed or self._has_effects or self._checks_gradients or self.device.is_capturing():
+            return None
+        with self._lock:
+            captured = self._captured
+            return None if captured is None or self._freed else self._launch(captured, inputs)
 
     def drop(self) -> None:
         """Let go of the graph and of the memory that only it uses."""
@@ -411,7 +426,23 @@ class CapturedGraph:
     def memory(self) -> dict[str, Any]:
         return self._memory
 
-    def _fixed_in_place(self, inputs: Sequence[Any]) -> bool:
+    def _launch(self, captured: tuple[Graph, InputCopies, OutputPlan], inputs: Sequence[Any]) -> Any:
+        graph, copies, plan = captured
+        self.device.enter_stream()
+        copies.fill(inputs)
+        graph.replay()
+        self.last_used = self._tick()
+        if self._written:
+            copies.copy_back(inputs, self._written)
+        return plan.make(inputs)
+
+    def _watch(self, inputs: Sequence[Any]) -> None:
+        """Notice from now on when the memory of a parameter or buffer is freed."""
+        self._freed = freed = []
+        self._watches = [weakref.ref(inputs[index].untyped_storage(), freed.append) for index in self._fixed]
+
+    def fixed_in_place(self, inputs: Sequence[Any]) -> bool:
+        """Whether parameters and buffers are at the addresses that the graph reads."""
         if not self._fixed:
             return True
         if _addresses_equal is not None:
