@@ -547,19 +547,16 @@ def block_of(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-# By the padded head dimension (the larger of the two): tilings from many queries a program to few. Each compiles
-# without spills, in the shared memory of the chips it is for. A cap on registers lets a multiprocessor hold two or
+# By the padded head dimension (the larger of the two): tilings, of which `default_configuration` takes the first that
+# suits the number of queries; those after it are for measurements to choose. Each compiles without spills, in the shared memory of the chips it is for. A cap on registers lets a multiprocessor hold two or
 # three programs.
 _HOPPER = {
     64: (
-        Configuration(128, 64, 8, 3, uses_tma=True, max_registers=128),
-        Configuration(128, 128, 8, 2, uses_tma=True),
-        Configuration(64, 64, 4, 3, uses_tma=True, max_registers=128),
         Configuration(64, 64, 4, 3),
-        Configuration(64, 32, 4, 3),
         Configuration(32, 64, 4, 2),
-        Configuration(16, 64, 4, 3),
         Configuration(16, 32, 4, 2),
+        Configuration(64, 64, 4, 3, uses_tma=True, max_registers=128),
+        Configuration(128, 64, 8, 3, uses_tma=True, max_registers=128),
     ),
     128: (
         Configuration(128, 64, 8, 3, uses_tma=True),
@@ -599,8 +596,8 @@ _AMPERE = {
 # A mask with a row per query takes registers: a pointer and a value an element where its rows are not aligned.
 _HOPPER_ALIGNED_MASK = {
     64: (
-        Configuration(128, 32, 8, 3, uses_tma=True, max_registers=128),
         Configuration(64, 64, 4, 3, uses_tma=True, max_registers=168),
+        Configuration(128, 32, 8, 3, uses_tma=True, max_registers=128),
     ),
     128: (Configuration(64, 32, 4, 3, uses_tma=True),),
     256: (),
@@ -660,7 +657,7 @@ def configurations(
 def default_configuration(
     candidates: Sequence[Configuration], sm_count: int, batch_heads: int, seqlen_q: int
 ) -> Configuration:
-    """The largest BLOCK_M that is not mostly padding; more than 64 only if every multiprocessor gets a program.
+    """The first whose BLOCK_M is not mostly padding; more than 64 only if every multiprocessor gets a program.
 
     With fewer than 64 queries a program, those of a short sequence are done no sooner: they all read all keys.
     """

@@ -382,7 +382,7 @@ def test_default_tiling_fills_the_gpu() -> None:
     def block(batch_heads: int, seqlen_q: int) -> int:
         return kernel_file.default_configuration(offered, 132, batch_heads, seqlen_q).block_m
 
-    assert block(384, 512) == 128
+    assert block(384, 512) == 64
     assert block(12, 128) == 64
     assert block(12, 384) == 64
     assert block(12, 16) == 16
