@@ -13,15 +13,20 @@ WORKERS ?= 2
 
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 BENCH_OUT ?= benchmarks/results/bert
+# What meets triton or transformers: the graph and its patterns, the ops, and whole models under the front door.
+TESTS_NEWEST := tests/graph tests/patterns tests/ops tests/aot tests/test_optimize.py tests/test_front_door.py \
+	tests/test_autocast.py tests/test_gradients.py tests/test_cli.py
 
 ifeq ($(VENV),none)
   RUN := PYTHONPATH=.:$$PYTHONPATH $(PYTHON)
   RUNTIME :=
   DEV :=
+  OLDEST :=
 else
   RUN := PYTHONPATH=. $(VENV)/bin/python
   RUNTIME := $(VENV)/.runtime
   DEV := $(VENV)/.dev
+  OLDEST := $(VENV)/.oldest
 endif
 
 .PHONY: help demo test test-oldest test-newest test-gpu bench report notebook lint format clean
@@ -45,15 +50,16 @@ test:
 		$(MAKE) --no-print-directory test-oldest || status=1; exit $$status
 
 # Without a GPU in sight, so that a machine with one runs the same tests: kernels run through Triton's interpreter.
-test-oldest: $(DEV)
+test-oldest: $(OLDEST)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/gpu $(ARGS)
 
 test-newest: $(if $(DEV),$(VENV_NEWEST)/.test)
 	$(if $(DEV),CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(VENV_NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
-		tests/graph tests/patterns tests/ops tests/aot $(ARGS),@echo "VENV=none: the newest end needs an environment of its own, skipped")
+		$(TESTS_NEWEST) $(ARGS),@echo "VENV=none: the newest end needs an environment of its own, skipped")
 
+# The tests of the ops too: there the kernels run natively, not through the interpreter.
 test-gpu: $(DEV)
-	$(RUN) -m pytest tests/gpu $(ARGS)
+	$(RUN) -m pytest tests/gpu tests/ops $(ARGS)
 
 bench: $(DEV)
 	$(RUN) benchmarks/bert.py --out $(BENCH_OUT) $(ARGS)
@@ -98,6 +104,11 @@ $(VENV)/.runtime: requirements/oldest.txt requirements/triton-oldest.txt require
 
 $(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt requirements/test.txt
 	@$(VENV)/bin/python $(PIP_INSTALL) -r requirements/dev.txt
+	@touch $@
+
+# `make test` is about the oldest triton that is supported, whichever one a CUDA build of torch has brought.
+$(VENV)/.oldest: $(VENV)/.dev requirements/triton-oldest.txt
+	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/triton-oldest.txt
 	@touch $@
 
 $(VENV_NEWEST)/.test: requirements/newest.txt requirements/triton-newest.txt requirements/weights.txt requirements/test.txt pyproject.toml

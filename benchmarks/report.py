@@ -16,13 +16,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-PEERS = ("eager", "graph", "inductor", "reduce-overhead", "kernl")
+OURS = ("kernl", "kernl-inductor")
+PEERS = ("eager", "graph", "inductor", "reduce-overhead", *OURS)
 TITLES = {
     "eager": "eager",
     "graph": "eager in a CUDA graph",
     "inductor": "Inductor",
     "reduce-overhead": "Inductor, reduce-overhead",
     "kernl": "**kernl**",
+    "kernl-inductor": 'kernl, lowering="inductor"',
 }
 
 Run = dict[str, Any]
@@ -35,38 +37,83 @@ def load_runs(folder: Path) -> list[Run]:
 
 
 def newest_by_model(runs: list[Run]) -> dict[str, Run]:
-    """For each model the newest run that has rows of kernl and of a peer."""
+    """For each model the newest run that has rows of kernl and of someone else."""
     chosen: dict[str, Run] = {}
     for run in runs:
         for model in dict.fromkeys(row["model"] for row in run["rows"]):
             peers = {row["peer"] for row in run["rows"] if row["model"] == model}
-            if "kernl" in peers and len(peers) > 1:
+            if "kernl" in peers and peers.difference(OURS):
                 chosen[model] = run
     return chosen
 
 
-def bert_table(run: Run, model: str) -> str:
-    """Markdown: one line a shape, one column a peer, the ratio to the best peer, both floors, times to start."""
+Rows = dict[tuple[tuple[int, ...], str], dict[str, Any]]
+
+
+def rows_of(run: Run, model: str) -> tuple[Rows, list[tuple[int, ...]]]:
+    """The rows of a model by shape and peer, and its shapes in the order of measuring."""
     rows = {(tuple(row["shape"]), row["peer"]): row for row in run["rows"] if row["model"] == model}
-    shapes = list(dict.fromkeys(shape for shape, _ in rows))
+    return rows, list(dict.fromkeys(shape for shape, _ in rows))
+
+
+def bert_table(run: Run, model: str) -> str:
+    """Markdown: one line a shape, one column a peer, the ratio to the best peer, both floors."""
+    rows, shapes = rows_of(run, model)
     peers = [peer for peer in PEERS if any((shape, peer) in rows for shape in shapes)]
     lines = [
         "| batch, length | " + " | ".join(TITLES[peer] for peer in peers)
-        + " | best peer / kernl | floor: bytes / flops | first call, kernl (best peer) |",
-        "|---|" + "---|" * (len(peers) + 3),
+        + " | best peer / kernl | floor: bytes / flops |",
+        "|---|" + "---|" * (len(peers) + 2),
     ]  # fmt: skip
     for shape in shapes:
         cells = [_milliseconds(rows.get((shape, peer)), peer == "kernl") for peer in peers]
         kernl = rows.get((shape, "kernl"))
-        ratio = floor = first = ""
+        ratio = floor = "–"
         if kernl is not None:
-            ratio = f"**{kernl['speedup']:.2f}x**" if "speedup" in kernl else ""
+            if "speedup" in kernl:
+                ratio = f"**{kernl['speedup']:.2f}x**"
+                if "target" in kernl:
+                    ratio += f" (target {kernl['target']}x {'met' if kernl['met'] else 'missed'})"
             bounds = [kernl["floor_bytes_ms"], kernl["floor_flops_ms"]]
-            floor = " / ".join("" if bound is None else f"{bound:.3f}" for bound in bounds)
-            best = rows.get((shape, kernl.get("best_peer", "")))
-            first = f"{kernl['first_s']:.2f} s" + (f" ({best['first_s']:.2f} s)" if best else "")
-        lines.append(f"| {shape[0]}, {shape[1]} | " + " | ".join([*cells, ratio, floor, first]) + " |")
+            floor = " / ".join("–" if bound is None else f"{bound:.3f}" for bound in bounds)
+        lines.append(f"| {_shape(shape)} | " + " | ".join([*cells, ratio, floor]) + " |")
     return "\n".join(lines)
+
+
+def cost_table(run: Run, model: str) -> str:
+    """Markdown: what a call costs besides its time. Beside kernl: eager and Inductor with CUDA graphs."""
+    rows, shapes = rows_of(run, model)
+    peers = ("kernl", "eager", "reduce-overhead")
+    names = "kernl / eager / reduce-overhead"
+    lines = [
+        f"| batch, length | host time, ms: {names} | memory beyond the weights, MB: {names} "
+        f"| first call with the shape, s: {names} |",
+        "|---|---|---|---|",
+    ]
+    for shape in shapes:
+        found = [rows.get((shape, peer)) for peer in peers]
+        cells = [
+            _listed(found, "host_ms", ".3f"),
+            _listed(found, "reserved_mb", ".0f"),
+            _listed(found, "first_s", ".2f"),
+        ]
+        lines.append(f"| {_shape(shape)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def targets_met(run: Run, model: str) -> str:
+    """A sentence on the targets; "" for a model without any."""
+    rows = [row for row in run["rows"] if row["model"] == model and row["peer"] == "kernl" and "target" in row]
+    return f" Targets met: {sum(row['met'] for row in rows)} of {len(rows)}." if rows else ""
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))
+
+
+def _listed(rows: list[dict[str, Any] | None], name: str, form: str) -> str:
+    values = [None if row is None else row.get(name) for row in rows]
+    return " / ".join("–" if value is None else format(value, form) for value in values)
 
 
 def _milliseconds(row: dict[str, Any] | None, bold: bool) -> str:
@@ -87,7 +134,9 @@ def section(runs: list[Run]) -> str:
         parts.append(
             f"BERT-{model}, fp16, mask with 20 % padding, milliseconds per call (median, host time included) on "
             f"{stamp['gpu']}: torch {stamp['torch']}, triton {stamp['triton']}, transformers {stamp['transformers']}, "
-            f"commit {stamp['commit']}, {stamp['date'][:10]}.\n\n{bert_table(run, model)}\n"
+            f"commit {stamp['commit']}, {stamp['date'][:10]}.{targets_met(run, model)}\n\n{bert_table(run, model)}\n\n"
+            f"What else a call costs. kernl compiles at the first shape with batch 1 and, on torch before 2.13, at the "
+            f"first one with a larger batch; Inductor at each.\n\n{cost_table(run, model)}\n"
         )
     return "\n".join(parts)
 
@@ -108,8 +157,8 @@ def plot(run: Run, model: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = {(tuple(row["shape"]), row["peer"]): row for row in run["rows"] if row["model"] == model}
-    shapes = [shape for shape in dict.fromkeys(shape for shape, _ in rows) if (shape, "eager") in rows]
+    rows, shapes = rows_of(run, model)
+    shapes = [shape for shape in shapes if (shape, "eager") in rows]
     peers = [peer for peer in PEERS if peer != "eager" and any((shape, peer) in rows for shape in shapes)]
     figure, axes = plt.subplots(figsize=(9, 3.6))
     width = 0.8 / max(len(peers), 1)
@@ -118,7 +167,7 @@ def plot(run: Run, model: str, path: Path) -> None:
             rows[shape, "eager"]["ms"] / rows[shape, peer]["ms"] if (shape, peer) in rows else 0.0 for shape in shapes
         ]
         centres = [index + (place - (len(peers) - 1) / 2) * width for index in range(len(shapes))]
-        color = "tab:red" if peer == "kernl" else ["0.75", "0.6", "0.45"][place % 3]
+        color = {"kernl": "tab:red", "kernl-inductor": "tab:orange"}.get(peer, ["0.75", "0.6", "0.45"][place % 3])
         bars = axes.bar(centres, heights, width, label=TITLES[peer].strip("*"), color=color)
         axes.bar_label(bars, fmt=lambda height: f"{height:.1f}" if height else "", fontsize=7)
     axes.axhline(1.0, color="black", linewidth=0.8)

@@ -24,6 +24,7 @@ _HOMES = {
     "restore_model": "kernl.optimize",
     "disabled": "kernl.optimize",
     "Options": "kernl.options",
+    "KernlWarning": "kernl.report",
     "register_pattern": "kernl.graph",
     "ops": "kernl.ops",
 }
@@ -35,8 +36,18 @@ if TYPE_CHECKING:
     from kernl.optimize import optimize_model as optimize_model
     from kernl.optimize import restore_model as restore_model
     from kernl.options import Options as Options
+    from kernl.report import KernlWarning as KernlWarning
 
-__all__ = ["Options", "__version__", "disabled", "ops", "optimize_model", "register_pattern", "restore_model"]
+__all__ = [
+    "KernlWarning",
+    "Options",
+    "__version__",
+    "disabled",
+    "ops",
+    "optimize_model",
+    "register_pattern",
+    "restore_model",
+]
 
 
 def __getattr__(name: str) -> Any:

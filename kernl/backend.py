@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,7 +34,7 @@ from kernl.ops.common import ahead_of, compile_ahead
 from kernl.options import Options
 from kernl.report import GraphReport, Report, reason_of, warn_once
 from kernl.runtime import tuning
-from kernl.runtime.capability import capability_of
+from kernl.runtime.capability import capability_of, find_cpp_compiler
 from kernl.runtime.cuda_graph import CudaGraphRunner
 
 Runnable = Callable[..., Any]
@@ -88,6 +87,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     describe(gm, inputs, entry)
     try:
         refuse_what_cannot_run(inputs)
+        note_what_stays_plain(inputs, report)
         inputs.mutated = written_inputs(gm)
         entry.rewriting = rewrite_graph(gm, options)
         function, entry.lowering = lower(gm, example_inputs, inputs, options)
@@ -110,7 +110,7 @@ class Inputs:
     fixed: positions of parameters and buffers, whose addresses stay. kinds: their dtypes, shapes and devices.
     mutated: positions the graph writes to.
     needs_grad: whether autograd will record the graph. needs_tracing: whether it would do so wrongly (`has_regions`).
-    devices: where the tensors are. symbolic: whether sizes are symbols.
+    devices: where the tensors are. dtypes: theirs. symbolic: whether sizes are symbols.
     """
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -128,6 +128,7 @@ class Inputs:
         self.mutated: frozenset[int] = frozenset()
         self.needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         self.devices = sorted({str(tensor.device) for tensor in tensors})
+        self.dtypes = frozenset(tensor.dtype for tensor in tensors)
         self.needs_tracing = self.needs_grad and has_regions(gm)
         self.symbolic = any(isinstance(value, torch.SymInt) for value in example_inputs) or any(
             isinstance(node.meta.get("example_value"), torch.SymInt) for node in placeholders
@@ -222,6 +223,17 @@ def refuse_what_cannot_run(inputs: Inputs) -> None:
         )
 
 
+def note_what_stays_plain(inputs: Inputs, report: Report) -> None:
+    """On Turing the ops that have no kernel there run PyTorch's (`kernl.ops` decides); the report must say so."""
+    capability = capability_of(inputs.device)
+    if inputs.device.type != "cuda" or capability.fuses_gemm_and_attention:
+        return
+    which = f"compute capability {capability.major}.{capability.minor}, and kernl's need 8.0 (Ampere)"
+    report.note(f"linear and attention ops run PyTorch's kernels: {which}")
+    if torch.bfloat16 in inputs.dtypes and not capability.has_bf16:
+        report.note(f"all ops on bfloat16 run PyTorch's kernels: {which}")
+
+
 def rewrite_graph(gm: GraphModule, options: Options) -> RewriteReport:
     """Bring the graph to one spelling, then let the patterns replace what they recognise."""
     canonical = canonicalize(gm)
@@ -235,7 +247,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, option
     """Give the rewritten graph something that runs it, and its name."""
     if options.lowering == "inductor":
         if inputs.device.type == "cpu" and not has_cpp_compiler():
-            raise CannotRun('lowering="inductor" needs a C++ compiler (g++ or clang++) and none was found')
+            raise CannotRun('lowering="inductor" needs a C++ compiler and none was found (g++, or set CXX)')
         from torch._inductor.compile_fx import compile_fx
 
         compiled: Any = compile_fx(gm, list(example_inputs), config_patches={"triton.cudagraphs": False})
@@ -248,7 +260,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], inputs: Inputs, option
 
 
 def has_cpp_compiler() -> bool:
-    return any(shutil.which(name) for name in ("g++", "c++", "clang++"))
+    return find_cpp_compiler() is not None
 
 
 def with_kernels_ahead(

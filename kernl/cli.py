@@ -308,7 +308,7 @@ def check_compilers() -> list[Check]:
     """Triton compiles a launcher in C for each kernel; Inductor needs C++ on the CPU."""
     import torch
 
-    from kernl.demo import find_cpp_compiler
+    from kernl.runtime.capability import find_cpp_compiler
 
     c_compiler = next(
         (path for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name and (path := shutil.which(name))), None
@@ -429,8 +429,7 @@ def feature_table() -> list[tuple[str, str, str]]:
     """Feature, how it runs here, and why."""
     import torch
 
-    from kernl.demo import find_cpp_compiler
-    from kernl.runtime.capability import capability_of
+    from kernl.runtime.capability import capability_of, find_cpp_compiler
 
     capability = capability_of()
     on_gpu = torch.cuda.is_available()

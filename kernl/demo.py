@@ -18,7 +18,6 @@ import contextlib
 import copy
 import importlib.util
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from kernl.runtime.capability import find_cpp_compiler
 from kernl.testing import error_report
 from kernl.timing import time_call, time_first_call
 
@@ -237,14 +237,6 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-
-
-def find_cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor would use: the variable CXX, else g++ or clang++ on the path."""
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and (path := shutil.which(name.split()[0])):
-            return path
-    return None
 
 
 def inductor_encoder(encoder: Encoder) -> Encoder:

@@ -3,8 +3,7 @@
 The guards of a small model cost more than its GPU work. They answer one question, "is this call like the one that was
 compiled?", and for a given kind of call the question can be asked much faster:
 
-1. A *signature* is read from the arguments: dtype, device, shape and strides of every tensor, every other argument by
-   value, which are given by name. It is the key of a dictionary.
+1. A *signature* is read from the arguments (`kernl.signature`). It is the key of a dictionary.
 2. The model is compared with a snapshot of itself (`kernl.model_state`): weights, buffers, submodules, training flags,
    hooks, config.
 3. torch's global state (gradient and inference mode, autocast, default dtype, determinism, TF32) is compared by
@@ -16,9 +15,9 @@ objects, each of its inputs is an argument, a weight or a number that follows fr
 result is one of its outputs, then the call is *understood*: a `Plan` says which argument goes to which input and how
 outputs become the result. Anything less, and calls of this signature go on through TorchDynamo; the report says why.
 
-**Serving.** A later call of that signature fills in the inputs, calls the graph and rebuilds the result. Where a CUDA graph
-is behind it, that is launched before the model is compared with its snapshot, and its outputs are thrown away in the rare
-case that the comparison fails: the host's time for it disappears behind the GPU's.
+**Serving.** A later call of that signature fills in the inputs, calls the graph and rebuilds the result. Where a CUDA
+graph is behind it, that is launched before the model is compared with its snapshot, and its outputs are thrown away in
+the rare case that the comparison fails: the host's time for it disappears behind the GPU's.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import eval_frame as _eval_frame
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
-from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.utils._device import DeviceContext
 
 from kernl.backend import CannotCapture, CompiledGraph, WeightsChanged, compile_graph, source_name
+from kernl.dynamo_settings import ONE_CAN_BE_A_SIZE, dynamo_settings, has_length_1
 from kernl.model_state import ModelState
 from kernl.options import Options
 from kernl.report import Report, reason_of, warn_once
 from kernl.runtime.cuda_graph import CapturedGraph
+from kernl.signature import BY_VALUE, read_call
 
 Tensor = torch.Tensor
 Build = Callable[[Sequence[Any], Sequence[Tensor]], Any]
@@ -57,9 +56,6 @@ Build = Callable[[Sequence[Any], Sequence[Tensor]], Any]
 _MAX_SIGNATURES = 512
 _MAX_LESSONS = 3  # calls of one signature from which learning is tried
 _MAX_FAILURES = 8  # of TorchDynamo, after which it is not asked about new signatures
-
-# Older versions specialise on batch 1 all the same: batch 1 and larger ones are two graphs there.
-_ONE_CAN_BE_A_SIZE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 _is_compiling = torch.compiler.is_compiling
 _is_inference = torch.is_inference_mode_enabled
@@ -84,56 +80,6 @@ NOT_SERVED = object()
 
 class NotUnderstood(Exception):
     """Why calls of a signature stay with TorchDynamo."""
-
-
-def read_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-    """Signature of a call and its tensors in order; None when some argument cannot be compared by value."""
-    parts: list[Any] = [len(args), *kwargs]
-    tensors: list[Tensor] = []
-    try:
-        for value in args:
-            _read(value, parts, tensors)
-        for value in kwargs.values():
-            _read(value, parts, tensors)
-    except (NotUnderstood, RuntimeError):  # RuntimeError: strides of a nested tensor
-        return None
-    # The same tensor given twice is another kind of call: TorchDynamo makes one input of both.
-    identities = list(map(id, tensors))
-    if len(set(identities)) != len(identities):
-        parts += map(identities.index, identities)
-    return tuple(parts), tensors
-
-
-_BY_VALUE = frozenset({type(None), bool, int, str, torch.dtype, torch.device})
-
-
-def _read(value: Any, parts: list[Any], tensors: list[Tensor]) -> None:
-    kind = type(value)
-    if kind is Tensor and value.layout is torch.strided:
-        tensors.append(value)
-        parts += (
-            value.dtype,
-            value.shape,
-            value.stride(),
-            value.device,
-            value.requires_grad,
-            value.storage_offset(),
-        )
-    elif kind in _BY_VALUE:
-        parts += (kind, value)
-    elif kind is float:
-        parts += (kind, value.hex())  # 0.0 and -0.0 are equal and not the same
-    elif kind is tuple or kind is list:
-        parts += (kind, len(value))
-        for item in value:
-            _read(item, parts, tensors)
-    elif kind is dict:
-        parts += (kind, len(value))
-        for name, item in value.items():
-            _read(name, parts, tensors)
-            _read(item, parts, tensors)
-    else:
-        raise NotUnderstood(f"an argument is a {kind.__name__}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +284,7 @@ def builder_of(result: Any, sources: Mapping[int, tuple[str, int]]) -> Build:
         if place == "output":
             return lambda outputs, tensors: outputs[index]
         return lambda outputs, tensors: tensors[index]
-    if kind in _BY_VALUE or kind is float:
+    if kind in BY_VALUE or kind is float:
         return lambda outputs, tensors: result
     if kind is tuple or kind is list:
         parts = [builder_of(item, sources) for item in result]
@@ -423,7 +369,7 @@ class FrontDoor:
         self._may_turn_to_fixed_sizes = dynamic is True and self.options.dynamic is None
         self._settings = dynamo_settings(self.options)
         self._settings_for_any_batch = dynamo_settings(
-            self.options, one_is_a_size=dynamic is True and _ONE_CAN_BE_A_SIZE
+            self.options, one_is_a_size=dynamic is True and ONE_CAN_BE_A_SIZE
         )
         self._start_with(torch.compile(entry, backend=self._compile, dynamic=dynamic))
 
@@ -483,7 +429,7 @@ class FrontDoor:
         state = self._state_to_learn(model, signature)
         outer, _local.runs = _local.runs, [] if state is not None else None
         try:
-            with self._settings() if call is None or _has_length_1(call[1]) else self._settings_for_any_batch():
+            with self._settings() if call is None or has_length_1(call[1]) else self._settings_for_any_batch():
                 result = self._guarded(model, *args, **kwargs)
             runs = _local.runs
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -650,75 +596,3 @@ def _collects_outputs(kind: type) -> bool:
             return True
         function = getattr(function, "__wrapped__", None)
     return False
-
-
-_dynamo_config: Any = torch._dynamo.config
-_shapes_config: Any = symbolic_shapes_config
-_settings_are_per_thread = isinstance(_dynamo_config._config["recompile_limit"].user_override, ContextVar)
-_settings_lock = threading.Lock()
-_calls_with_settings = 0
-_put_back: Callable[[], None] | None = None
-
-
-def _has_length_1(tensors: Sequence[Tensor]) -> bool:
-    """Whether a dimension other than the batch is 1. TorchDynamo breaks a graph apart when such a size is a symbol."""
-    return any(1 in tensor.shape[1:] for tensor in tensors)
-
-
-def dynamo_settings(
-    options: Options, *, one_is_a_size: bool = False
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Context managers with TorchDynamo's settings for one model; outside of them the user's hold.
-
-    one_is_a_size: symbolic sizes may be 1, so that batch 1 needs no graph of its own.
-
-    Newer versions of PyTorch keep settings per thread. In older ones they are the process's: the first call that comes
-    in changes them, the last one that leaves puts them back.
-    """
-    change_dynamo = _dynamo_config._make_closure_patcher(
-        # Floats of modules (epsilon, scale, p) stay numbers, also in symbolic graphs.
-        specialize_float=True,
-        # Forward hooks added after compilation are noticed.
-        skip_nnmodule_hook_guards=False,
-        # Weights that `tensor.data = ...` has given another dtype or shape are noticed.
-        skip_tensor_guards_with_matching_dict_tags=False,
-        # Past the limit TorchDynamo would run eager and say nothing.
-        fail_on_recompile_limit_hit=True,
-        recompile_limit=options.recompile_limit,
-        accumulated_recompile_limit=max(options.recompile_limit, 256),
-    )
-    change_sizes = _shapes_config._make_closure_patcher(backed_size_oblivious=one_is_a_size)
-
-    def change() -> Callable[[], None]:
-        put_back_dynamo, put_back_sizes = change_dynamo(), change_sizes()
-
-        def put_back() -> None:
-            put_back_sizes()
-            put_back_dynamo()
-
-        return put_back
-
-    @contextlib.contextmanager
-    def of_this_thread() -> Iterator[None]:
-        put_back = change()
-        try:
-            yield
-        finally:
-            put_back()
-
-    @contextlib.contextmanager
-    def of_the_process() -> Iterator[None]:
-        global _calls_with_settings, _put_back
-        with _settings_lock:
-            if _calls_with_settings == 0:
-                _put_back = change()
-            _calls_with_settings += 1
-        try:
-            yield
-        finally:
-            with _settings_lock:
-                _calls_with_settings -= 1
-                if _calls_with_settings == 0 and _put_back is not None:
-                    _put_back()
-
-    return of_this_thread if _settings_are_per_thread else of_the_process

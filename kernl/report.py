@@ -227,7 +227,10 @@ class Report:
             (choice.op, choice.problem, choice.choice, _best_time(choice), choice.source) for choice in tuning.choices()
         ]
         if choices:
-            yield "implementations chosen", _table(choices, ["op", "problem", "runs", "us", "known from"], style)
+            yield (
+                "implementations chosen in this process",
+                _table(choices, ["op", "problem", "runs", "us", "known from"], style),
+            )
         if self.gpu_time:
             total = sum(self.gpu_time.values()) or 1.0
             rows = [

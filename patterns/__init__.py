@@ -3,6 +3,6 @@
 Importing this package registers all of them, through the same `kernl.register_pattern` that users call.
 """
 
-from kernl.patterns import attention, dropout, linear, norm
+from kernl.patterns import attention, dropout, embedding, linear, norm
 
-__all__ = ["attention", "dropout", "linear", "norm"]
+__all__ = ["attention", "dropout", "embedding", "linear", "norm"]

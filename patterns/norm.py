@@ -7,10 +7,11 @@ Post-norm models (BERT, RoBERTa, ELECTRA, DistilBERT, ALBERT) normalise every re
 GPT-2) also pass the sum on to the next residual: then both are results of one op.
 
 The first norm of a model is one of a sum too: word + type + position embeddings. That is no residual: an operand is a
-table, the same for every row of the batch, and its addition is fused with the lookups when the rest of the graph is
-lowered. So a sum counts as residual unless both operands are embedding lookups, or one depends on no input of the model
-at all. (The rule looks at where values come from, not at shapes: with one row in the batch, those of a table and of an
-activation agree.)
+table, the same for every row of the batch. Where all are lookups, patterns/embedding.py has made their sum one op
+before this file's patterns are tried; what it leaves is fused with the lookups when the rest of the graph is lowered.
+So a sum counts as residual unless both operands are embedding lookups (or sums of them), or one depends on no input of
+the model at all. (The rule looks at where values come from, not at shapes: with one row in the batch, those of a table
+and of an activation agree.)
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _is_lookup(node: Any) -> bool:
     call = call_of(node)
     if call is None:
         return False
-    if call.op == "embedding":
+    if call.op in ("embedding", "kernl::embedding_sum"):
         return True
     if call.op == "add":
         operands = (call["input"], call["other"])

@@ -268,6 +268,27 @@ def test_old_gpus(arch: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyP
             backend.refuse_what_cannot_run(known)
 
 
+def test_a_gpu_older_than_turing_runs_plainly_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnOldGpu(Inputs):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.devices = ["cuda:0"]
+
+    old = DeviceCapability("an old GPU", 7, 0, sm_count=80, shared_memory_per_block=1 << 16, l2_bytes=1 << 22)
+    monkeypatch.setattr(backend, "capability_of", lambda device: old)
+    monkeypatch.setattr(backend, "Inputs", OnOldGpu)
+    model, x, report = tiny.encoder(), tiny.activations(), Report()
+    gm, inputs = captured(model.forward, x)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = [compile_graph(gm, inputs, Options(), report)(*inputs)[0] for _ in range(2)]
+        plain = model(x)
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, KernlWarning)]
+    assert len(said) == 1 and "an old GPU has compute capability 7.0" in said[0]
+    assert all(torch.equal(result, plain) for result in results)
+    assert [graph.lowering for graph in report.graphs] == ["plain PyTorch"] * 2
+
+
 @pytest.mark.parametrize(
     ("devices", "needs_grad", "mode", "reason"),
     [
@@ -286,3 +307,19 @@ def test_why_no_cuda_graph(devices: list[str], needs_grad: bool, mode: Any, reas
     answer = backend.obstacle_to_capture(known, Options(cuda_graph=mode))
     assert (answer or "").startswith(reason or "") and (answer is None) == (reason is None)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("arch", "count"), [((7, 5), 2), ((8, 0), 0)])
+def test_what_turing_leaves_to_pytorch_is_in_the_report(
+    arch: tuple[int, int], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gm, inputs = captured(lambda x: x + 1, torch.ones(2, dtype=torch.bfloat16))
+    known, report = Inputs(gm, inputs), Report()
+    known.devices = ["cuda:0"]
+    capability = DeviceCapability("a GPU", *arch, sm_count=40, shared_memory_per_block=1 << 16, l2_bytes=1 << 22)
+    monkeypatch.setattr(backend, "capability_of", lambda device: capability)
+    backend.note_what_stays_plain(known, report)
+    assert len(report.notes) == count
+    if count:
+        assert "linear and attention ops run PyTorch's kernels: compute capability 7.5" in str(report)
+        assert "bfloat16 run PyTorch's kernels" in str(report)

@@ -33,12 +33,16 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_kept_outputs_are_without_errors(path: Path) -> None:
+def test_kept_outputs_are_those_of_a_whole_run_on_a_gpu(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for position, cell in enumerate(cells, 1):
+        assert cell.execution_count == position, f"not run in order from top to bottom: {cell.source}"
+        for output in cell.outputs:
             assert output.output_type != "error", cell.source
+    printed = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    assert "NVIDIA" in printed, "the kept outputs are not those of a GPU"
 
 
 def test_there_are_notebooks() -> None:

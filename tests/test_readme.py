@@ -81,7 +81,7 @@ def test_patterns_exist() -> None:
 
     names = set(default_registry.names())
     named = re.findall(r"^\| [^|]+ \| `([\w*]+)` \| [^|]+ \| [^|]+ \|$", README, flags=re.MULTILINE)
-    assert len(named) == 7
+    assert len(named) == 8
     for name in named:
         assert any(re.fullmatch(name.replace("*", r"\w*"), known) for known in names), (name, names)
 

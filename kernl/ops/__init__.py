@@ -11,7 +11,8 @@ autocast and work under `torch.compile` and `torch.export`. Importing this packa
 """
 
 from kernl.ops.attention import attention
+from kernl.ops.embedding import embedding_sum
 from kernl.ops.linear import linear, merged_linear
 from kernl.ops.norm import add_layer_norm, layer_norm
 
-__all__ = ["add_layer_norm", "attention", "layer_norm", "linear", "merged_linear"]
+__all__ = ["add_layer_norm", "attention", "embedding_sum", "layer_norm", "linear", "merged_linear"]

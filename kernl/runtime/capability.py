@@ -1,4 +1,4 @@
-"""What a device can do: the one table from which every choice of kernel starts.
+"""What a device can do: the one table from which every choice of kernel starts. And whether a C++ compiler is at hand.
 
     capability_of(tensor.device).fuses_gemm_and_attention
 
@@ -10,6 +10,8 @@ code does on another chip builds a `DeviceCapability` by hand.
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from dataclasses import dataclass
 
 import torch
@@ -103,3 +105,11 @@ def _capability_of_cuda_device(index: int) -> DeviceCapability:
         shared_memory_per_block=getattr(properties, "shared_memory_per_block_optin", _SHARED_MEMORY_BEFORE_OPT_IN),
         l2_bytes=getattr(properties, "L2_cache_size", 0),
     )
+
+
+def find_cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would use: the variable CXX, else g++, clang++ or c++ on the path, else None."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and (path := shutil.which(name.split()[0])):
+            return path
+    return None

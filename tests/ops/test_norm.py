@@ -84,7 +84,7 @@ def test_add_layer_norm(kernels: KernelRun, rng: torch.Generator, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [16385, 20001])
+@pytest.mark.parametrize("columns", [16385, 20001, MAX_COLUMNS])
 def test_rows_too_long_for_registers(
     kernels: KernelRun, rng: torch.Generator, dtype: torch.dtype, columns: int
 ) -> None:

@@ -558,7 +558,7 @@ def _refused(function: Callable[..., Any], *inputs: Any) -> str:
 
 
 @pytest.mark.parametrize("implementation", ["eager"])
-@pytest.mark.parametrize("family", ["bert", "vit", "distilbert"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert", "albert", "vit"])
 def test_returned_weights(family: str, implementation: str) -> None:
     model = _model(family, implementation)
     inputs = {"pixel_values": torch.randn(2, 3, 8, 8)} if family == "vit" else {"input_ids": torch.ones(2, 5).long()}
