@@ -372,7 +372,7 @@ class CapturedGraph:
         plan = OutputPlan(outputs, arguments, borrow=device.borrow, copies=not runner._static_outputs)
         # Graph, input copies, output plan; None once dropped.
         self._captured: tuple[Graph, InputCopies, OutputPlan] | None = (graph, copies, plan)
-        # Weak references to the memory of parameters and buffers, and a list that one of them dying puts something into.
+        # Weak references to the memory of parameters and buffers; one that dies puts itself into the list.
         self._watches: list[Any] = []
         self._freed: list[Any] = []
         self._watch(inputs)
@@ -438,7 +438,8 @@ class CapturedGraph:
 
     def _watch(self, inputs: Sequence[Any]) -> None:
         """Notice from now on when the memory of a parameter or buffer is freed."""
-        self._freed = freed = []
+        freed: list[Any] = []
+        self._freed = freed
         self._watches = [weakref.ref(inputs[index].untyped_storage(), freed.append) for index in self._fixed]
 
     def fixed_in_place(self, inputs: Sequence[Any]) -> bool:

@@ -61,7 +61,7 @@ def captured(model: nn.Module) -> int:
 def test_bert(dtype: torch.dtype) -> None:
     model = kernl.optimize_model(bert(dtype))
     for seed in range(3):
-        inputs = text(seed=seed)
+        inputs = text(16, 21, seed)  # a budget is two times the plain model's largest error: of many values
         within_budget(model, model(**inputs), inputs)
     assert captured(model) == 1 and model.kernl.report().calls.direct == 2
     report = model.kernl.report()
@@ -199,10 +199,12 @@ def test_inference_mode_and_back() -> None:
 
 def test_gradients_keep_cuda_graphs_off_and_say_so_once() -> None:
     plain, fast = bert(torch.float32), kernl.optimize_model(bert(torch.float32))
+    # A fixed direction: the sum of squares of a normalised state hardly depends on anything.
+    direction = torch.randn_like(plain(**text()).last_hidden_state)
     with torch.enable_grad():
-        plain(**text()).last_hidden_state.square().sum().backward()
+        (plain(**text()).last_hidden_state * direction).sum().backward()
         with pytest.warns(KernlWarning, match="gradients are needed, which keeps CUDA graphs off"):
-            fast(**text()).last_hidden_state.square().sum().backward()
+            (fast(**text()).last_hidden_state * direction).sum().backward()
         for (name, got), (_, want) in zip(fast.named_parameters(), plain.named_parameters()):
             if want.grad is not None:
                 assert got.grad is not None
