@@ -384,7 +384,11 @@ def run(arguments: argparse.Namespace) -> int:
 def add_ratios(rows: list[dict[str, Any]]) -> None:
     """To each row of kernl: the best peer at that shape, how many times faster than it kernl is, and the target."""
     for row in rows:
-        others = [r for r in rows if r["shape"] == row["shape"] and r["peer"] not in OURS and r["passed"]]
+        others = [
+            r
+            for r in rows
+            if (r["model"], r["shape"]) == (row["model"], row["shape"]) and r["peer"] not in OURS and r["passed"]
+        ]
         if row["peer"] in OURS and others:
             best = min(others, key=lambda r: r["ms"])
             row["best_peer"], row["best_peer_ms"] = best["peer"], best["ms"]

@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.bert import add_ratios
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,9 +36,24 @@ Run = dict[str, Any]
 
 
 def load_runs(folder: Path) -> list[Run]:
-    """All runs on a GPU below a folder, oldest first."""
+    """All runs on a GPU below a folder, oldest first; those of one commit on one GPU and day as one run."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.json"))]
-    return sorted((run for run in runs if run["environment"]["gpu"]), key=lambda run: run["environment"]["date"])
+    runs = sorted((run for run in runs if run["environment"]["gpu"]), key=lambda run: run["environment"]["date"])
+    joined: dict[tuple[str, ...], Run] = {}
+    for run in runs:
+        stamp = run["environment"]
+        key = (stamp["commit"], stamp["gpu"], stamp["torch"], stamp["triton"], stamp["date"][:10])
+        joined[key] = join(joined[key], run) if key in joined else run | {"runs": 1}
+    return list(joined.values())
+
+
+def join(older: Run, newer: Run) -> Run:
+    """Rows of both; where both measured the same, the newer. Ratios are those of the joined rows."""
+    rows = {
+        (row["model"], tuple(row["shape"]), row["peer"]): dict(row) for run in (older, newer) for row in run["rows"]
+    }
+    add_ratios(list(rows.values()))
+    return newer | {"rows": list(rows.values()), "runs": older["runs"] + 1}
 
 
 def newest_by_model(runs: list[Run]) -> dict[str, Run]:
@@ -107,6 +127,10 @@ def targets_met(run: Run, model: str) -> str:
     return f" Targets met: {sum(row['met'] for row in rows)} of {len(rows)}." if rows else ""
 
 
+def _runs(run: Run) -> str:
+    return "" if run["runs"] == 1 else f", rows of {run['runs']} runs, one after the other"
+
+
 def _shape(shape: tuple[int, ...]) -> str:
     return ", ".join(map(str, shape))
 
@@ -134,7 +158,8 @@ def section(runs: list[Run]) -> str:
         parts.append(
             f"BERT-{model}, fp16, mask with 20 % padding, milliseconds per call (median, host time included) on "
             f"{stamp['gpu']}: torch {stamp['torch']}, triton {stamp['triton']}, transformers {stamp['transformers']}, "
-            f"commit {stamp['commit']}, {stamp['date'][:10]}.{targets_met(run, model)}\n\n{bert_table(run, model)}\n\n"
+            f"commit {stamp['commit']}, {stamp['date'][:10]}{_runs(run)}.{targets_met(run, model)}\n\n"
+            f"{bert_table(run, model)}\n\n"
             f"What else a call costs. kernl compiles at the first shape with batch 1 and, on torch before 2.13, at the "
             f"first one with a larger batch; Inductor at each.\n\n{cost_table(run, model)}\n"
         )

@@ -133,7 +133,11 @@ def sdpa_attention(
 ) -> Emitted:
     require(not isinstance(dropout_p, Node) and dropout_p == 0, "attention dropout is active")
     require(isinstance(is_causal, bool) and isinstance(enable_gqa, bool), "is_causal or enable_gqa is not a constant")
-    require(scale is None or isinstance(scale, (int, float)), "the scale is not a constant")
+    require(
+        scale is None or isinstance(scale, (int, float)),
+        "the scale is not a constant (torch.compile(dynamic=True) makes numbers tensors: leave dynamic out, or set "
+        "torch._dynamo.config.specialize_float = True)",
+    )
     key, value, grouped = _unrepeated(query, key, value)
     _require_shapes(*(value_of(operand).shape for operand in (query, key, value)), grouped=grouped or enable_gqa)
     require_kernel_tensors(query, key, value, autocast=match.autocast)

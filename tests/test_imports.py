@@ -23,8 +23,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernl.timing": (),
     "kernl.options": (),
     "kernl.report": ("kernl.options", "kernl.graph", "kernl.runtime"),
-    # Of the ops it may only ask for kernels to be compiled ahead of a first run. Which op stands for what is the patterns'
-    # business, and where it runs the op's own.
+    # Of the ops it may only ask for kernels to be compiled ahead of a first run. Which op stands for what is the
+    # patterns' business, and where it runs the op's own.
     "kernl.backend": (
         "kernl.options",
         "kernl.report",

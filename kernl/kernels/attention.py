@@ -598,7 +598,7 @@ _MASK = {
     256: _tilings("32 32 8 1"),
 }
 _HOPPER_MASK = {
-    64: _tilings("64 32 4 3 tma", "64 32 4 3", "16 32 4 2"),
+    64: _tilings("64 32 8 2 tma", "64 32 8 2", "16 16 4 2"),
     128: _tilings("64 32 8 2", "16 32 4 2"),
     256: _tilings("32 32 8 1"),
 }
@@ -609,7 +609,7 @@ _HOPPER_ALIGNED_MASK = {
 }
 _TF32 = {
     64: _tilings("64 16 8 2", "16 16 4 1"),
-    128: _tilings("16 16 4 2"),
+    128: _tilings("16 32 4 2"),
     256: _tilings("32 16 8 1"),
 }
 # Without tensor cores the operands of a product are held in registers: small tiles, and none fits for wide heads.

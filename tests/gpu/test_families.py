@@ -32,7 +32,7 @@ def inference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def draw(kind: Family, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Inputs, and which rows of the batch see anything: rows unpadded, padded right, padded left, and of padding only."""
+    """Inputs, and which rows of the batch see anything: unpadded, padded right, padded left; padding only does not."""
     generator = torch.Generator().manual_seed(seed)
     if kind.inputs == "pixels":
         pixels = torch.randn(4 * REPEATS, 3, 16, 16, generator=generator)
@@ -58,8 +58,8 @@ def test_counts_and_outputs(family: str, attention: str) -> None:
         inputs, sees = draw(kind, seed)
         wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
         found, reference, baseline = model(**inputs), exact(**wide), plain(**inputs)
-        for name, value in found.items():
-            # Rows of padding only are a budget of their own, lest an odd one of plain PyTorch widens that of the others.
+        for name in found:
+            # Rows of padding only have a budget of their own: an odd baseline there must not widen that of the others.
             for rows in (sees, ~sees):
                 if rows.any():
                     results = (each[name].cpu()[rows] for each in (found, reference, baseline))
