@@ -19,7 +19,6 @@ import copy
 import importlib.util
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -376,14 +375,3 @@ def _row(variant: Variant, plain: Variant, agreement: Agreement) -> list[str]:
         f"{plain.one_question_ms / variant.one_question_ms:.2f}x",
         *same,
     ]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m kernl.demo`, the same as `kernl demo`."""
-    from kernl import cli
-
-    return cli.main(["demo", *(sys.argv[1:] if argv is None else argv)])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
