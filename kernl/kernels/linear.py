@@ -467,7 +467,7 @@ _POINTERS = {
         LinearConfig(32, 32, 128, 4, 4),
         LinearConfig(32, 32, 128, 4, 4, split_k=4),
     ),
-    256: (LinearConfig(64, 32, 128, 4, 3), LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 8, 3)),
+    256: (LinearConfig(64, 32, 128, 4, 4), LinearConfig(64, 64, 64, 4, 4), LinearConfig(64, 128, 64, 8, 3)),
     _ANY: (
         LinearConfig(64, 64, 64, 4, 3),
         LinearConfig(64, 128, 64, 8, 3),
