@@ -38,11 +38,13 @@ def has_length_1(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def dynamo_settings(
-    options: Options, *, one_is_a_size: bool = False
+    options: Options, *, one_is_a_size: bool = False, in_parts: bool = False
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Context managers with TorchDynamo's settings for one model; outside of them the user's hold.
 
     one_is_a_size: symbolic sizes may be 1, so that batch 1 needs no graph of its own.
+    in_parts: the model is captured as several graphs. Past the limit TorchDynamo then runs a part as plain PyTorch; an
+        error in the middle of a call would come too late to start again.
 
     Newer versions of PyTorch keep settings per thread. In older ones they are the process's: the first call that comes
     in changes them, the last one that leaves puts them back.
@@ -55,7 +57,7 @@ def dynamo_settings(
         # Weights that `tensor.data = ...` has given another dtype or shape are noticed.
         skip_tensor_guards_with_matching_dict_tags=False,
         # Past the limit TorchDynamo would run eager and say nothing.
-        fail_on_recompile_limit_hit=True,
+        fail_on_recompile_limit_hit=not in_parts,
         recompile_limit=options.recompile_limit,
         accumulated_recompile_limit=max(options.recompile_limit, 256),
     )

@@ -70,6 +70,7 @@ disabled_here: ContextVar[bool] = ContextVar("kernl_disabled", default=False)
 
 class _Local(threading.local):
     runs: list[Run] | None = None  # of the call being learnt in this thread
+    started = 0  # graphs that this thread has begun to run
 
 
 _local = _Local()
@@ -99,11 +100,15 @@ class RecordedGraph:
         self.obstacle = obstacle
 
     def __call__(self, *inputs: Any) -> Any:
+        _local.started += 1
         outputs = self.graph(*inputs)
         runs = _local.runs
         if runs is not None:
             runs.append(Run(self, inputs, outputs))
         return outputs
+
+
+IN_PARTS = "the model is not captured as one graph"
 
 
 def obstacle_in_frame(entry_name: str) -> str | None:
@@ -123,7 +128,7 @@ def obstacle_in_frame(entry_name: str) -> str | None:
         return "what TorchDynamo's code does besides calling the graph is not known"
     try:
         if output.co_fields["co_name"] != entry_name or output.compile_subgraph_reason.graph_break:
-            return "the model is not captured as one graph"
+            return IN_PARTS
         modified = [
             variable.source
             for variable in output.side_effects._get_modified_vars()
@@ -367,11 +372,14 @@ class FrontDoor:
         if dynamic is None and symbolic:
             dynamic = True
         self._may_turn_to_fixed_sizes = dynamic is True and self.options.dynamic is None
-        self._settings = dynamo_settings(self.options)
-        self._settings_for_any_batch = dynamo_settings(
-            self.options, one_is_a_size=dynamic is True and ONE_CAN_BE_A_SIZE
-        )
+        self._any_batch = dynamic is True and ONE_CAN_BE_A_SIZE
+        self._use_settings(in_parts=False)
         self._start_with(torch.compile(entry, backend=self._compile, dynamic=dynamic))
+
+    def _use_settings(self, *, in_parts: bool) -> None:
+        self._in_parts = in_parts
+        self._settings = dynamo_settings(self.options, in_parts=in_parts)
+        self._settings_for_any_batch = dynamo_settings(self.options, one_is_a_size=self._any_batch, in_parts=in_parts)
 
     def close(self) -> None:
         """Let go of everything compiled and captured; no call may follow."""
@@ -391,6 +399,10 @@ class FrontDoor:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             model: Any = find_model()
+            if model is None:
+                raise ReferenceError(
+                    "the optimised model that this forward belongs to is gone: keep the model, not its forward"
+                )
             if _is_compiling() or _jit_tracing_state() is not None or disabled_here.get():
                 return plain(model, *args, **kwargs)
             call = read_call(args, kwargs)
@@ -428,6 +440,7 @@ class FrontDoor:
         args, kwargs = self._by_name(args, kwargs)
         state = self._state_to_learn(model, signature)
         outer, _local.runs = _local.runs, [] if state is not None else None
+        started = _local.started
         try:
             with self._settings() if call is None or has_length_1(call[1]) else self._settings_for_any_batch():
                 result = self._guarded(model, *args, **kwargs)
@@ -435,6 +448,8 @@ class FrontDoor:
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             if self.options.strict or isinstance(getattr(error, "inner_exception", None), CannotCapture):
                 raise
+            if _local.started != started:
+                raise  # a part of the call has run: what it has written must not be written twice
             result = self._after_failure(error, signature, model, args, kwargs)
             runs = None
         finally:
@@ -447,6 +462,12 @@ class FrontDoor:
     def _compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> RecordedGraph:
         """The backend of this model."""
         obstacle = obstacle_in_frame(self._entry_name)
+        if obstacle == IN_PARTS and not self._in_parts:
+            self._use_settings(in_parts=True)
+            self.report.note(
+                f"{IN_PARTS}: its parts run one after the other through TorchDynamo; past the limit of "
+                f"{self.options.recompile_limit} graphs (option recompile_limit) a part runs as plain PyTorch"
+            )
         graph = compile_graph(gm, example_inputs, self.options, self.report)
         self.graphs.append(graph)
         return RecordedGraph(graph, obstacle)
@@ -517,9 +538,10 @@ class FrontDoor:
         signature, tensors = call
         plan = None
         try:
+            understood = understand(runs, result, tensors, state)
             if not state.unchanged(model):
                 raise NotUnderstood("the call changed the model")
-            plan = understand(runs, result, tensors, state)
+            plan = understood
         except NotUnderstood as reason:
             self.report.calls.closed[str(reason)] += 1
         with self._lock:

@@ -7,8 +7,8 @@ as one comparison of two flat sequences that runs in C:
     submodules             the same module objects under the same names
     training               the same flag on every module that may look at it
     forward hooks          the same functions on every submodule (nn.Module.__call__ runs the model's own)
-    config                 equal values in every config object (first level)
-    tensors in attributes  the same objects
+    config                 equal values in every config object and in the configs inside it, be they objects or dicts
+    tensors in attributes  the same objects, and None where there was None
 
 Equal addresses stand for equal storage, dtype and shape: all three change only with `tensor.data = ...`, which brings
 another address (`model.half()`, `model.to(device)` and some LoRA merges do exactly this). They are the one expensive
@@ -66,9 +66,11 @@ class ModelState:
         self._submodules: list[dict[str, Any]] = [module._modules for module in modules if module._modules]
         self._submodules_then = [dict(children) for children in self._submodules]
 
-        self._registries: list[dict[str, Any]] = [
-            registry for module in modules for registry in (module._parameters, module._buffers) if registry
-        ]
+        registries: list[dict[str, Any]] = [r for module in modules for r in (module._parameters, module._buffers)]
+        self._registries = [registry for registry in registries if registry]
+        # Those that are empty must stay so.
+        self._empty = [registry for registry in registries if not registry]
+        self._empty += [module._modules for module in modules if not module._modules]
         self._registries_then = [dict(registry) for registry in self._registries]
         registered = [value for registry in self._registries for value in registry.values() if value is not None]
         # Comparing dictionaries asks for identity first and then for equality. Two different tensors are never equal in
@@ -87,6 +89,14 @@ class ModelState:
 
         self.tensors: list[torch.Tensor] = registered
         self.tensors += [*self._own_attributes.values(), *(tensor for _, _, tensor in self._attributes)]
+        # A tensor may take the place of None.
+        self._none = [
+            (vars(module), name)
+            for module in below
+            for name, value in vars(module).items()
+            if value is None and not name.startswith("_")
+        ]
+        self._own_none = [name for name, value in vars(model).items() if value is None and not name.startswith("_")]
         self._addresses = list(map(_address, self.tensors))
         self._floating = [tensor for tensor in self.tensors if tensor.is_floating_point()]
 
@@ -105,9 +115,8 @@ class ModelState:
         self._own_config = vars(model).get("config")
         self._configured = [vars(module) for module in below if "config" in vars(module)]
         self._config_objects = list(map(_config, self._configured))
-        distinct = {id(config): config for config in (self._own_config, *self._config_objects)}
-        self._configs = [vars(config) for config in distinct.values() if hasattr(config, "__dict__")]
-        self._configs_then = [dict(config) for config in self._configs]
+        self._configs = _config_values([self._own_config, *self._config_objects])
+        self._configs_then = [{name: _copy_of(value) for name, value in config.items()} for config in self._configs]
 
     def unchanged(self, model: nn.Module, addresses: bool = True) -> bool:
         """Whether everything listed in the module's text is as it was; without `addresses`, all the rest."""
@@ -115,6 +124,7 @@ class ModelState:
         return (
             own["training"] is self._training
             and self._submodules == self._submodules_then
+            and not any(self._empty)
             and self._same_tensors()
             and list(map(_training, self._flagged)) == self._training_then
             and not any(self._without_hooks)
@@ -124,6 +134,8 @@ class ModelState:
             and self._same_configs()
             and all(own.get(name) is tensor for name, tensor in self._own_attributes.items())
             and all(state.get(name) is tensor for state, name, tensor in self._attributes)
+            and all(own.get(name) is None for name in self._own_none)
+            and all(state.get(name) is None for state, name in self._none)
             and (not addresses or list(map(_address, self.tensors)) == self._addresses)
         )
 
@@ -144,6 +156,33 @@ class ModelState:
             return self._configs == self._configs_then
         except Exception:  # values that cannot be compared (arrays) and are not the same objects any more
             return False
+
+
+def _config_values(configs: list[Any]) -> list[dict[str, Any]]:
+    """The values of these configs and of the configs inside them, each once."""
+    found: dict[int, dict[str, Any]] = {}
+    pending = list(configs)
+    while pending:
+        config = pending.pop()
+        values = config if isinstance(config, dict) else getattr(config, "__dict__", None)
+        if values is None or id(values) in found:
+            continue
+        found[id(values)] = values
+        pending += [value for value in values.values() if isinstance(value, dict) or _is_config(value)]
+    return list(found.values())
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor, nn.Module)) and not callable(value)
+
+
+def _copy_of(value: Any) -> Any:
+    """A container as it is now, all the way down; anything else is compared as the object it is."""
+    if isinstance(value, dict):
+        return {name: _copy_of(item) for name, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_copy_of(item) for item in value)
+    return value
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:

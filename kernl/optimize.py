@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from kernl.backend import load_options
 from kernl.front_door import FrontDoor
@@ -103,6 +104,15 @@ def refuse_unfit(model: nn.Module) -> None:
         raise ValueError(
             f"the {name} is a TorchScript module, whose graph is fixed; optimise the model it was made from"
         )
+    if hasattr(model, "kernl"):
+        raise ValueError(
+            f"the {name} has an attribute `kernl` of its own, which is where optimize_model puts its handle"
+        )
+    if any(
+        isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
+        for tensor in (*model.parameters(), *model.buffers())
+    ):
+        raise ValueError(f"the {name} has lazy weights without a shape yet; call the model once, then optimise it")
     quantised = _why_quantised(model)
     if quantised is not None:
         raise ValueError(

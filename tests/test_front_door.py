@@ -588,3 +588,80 @@ def test_a_loop_over_modes_keeps_every_plan(served: tiny.Encoder) -> None:
             with mode():
                 assert check(served, x)
     assert served.kernl.report().calls.guarded == guarded
+
+
+class _Grows(nn.Module):
+    """Reads state that it does not have at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter: nn.Module | None = None
+        self.gate: torch.Tensor | None = None
+        self.config: dict[str, Any] = {"scale": 2.0, "inner": {"shifts": [0.0, 1.0]}}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.config["scale"] + self.config["inner"]["shifts"][1]
+        if hasattr(self, "buffer"):
+            x = x * self.buffer
+        if self.gate is not None:
+            x = x * self.gate
+        return x if self.adapter is None else self.adapter(x)
+
+
+class _Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Grows()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    "grow",
+    [
+        lambda inner: setattr(inner, "adapter", nn.Linear(4, 4)),
+        lambda inner: setattr(inner, "gate", nn.Parameter(torch.full((4,), 3.0))),
+        lambda inner: setattr(inner, "gate", torch.full((4,), 3.0)),
+        lambda inner: inner.register_buffer("buffer", torch.full((4,), 3.0)),
+        lambda inner: inner.config.update(scale=5.0),
+        lambda inner: inner.config["inner"]["shifts"].__setitem__(1, 7.0),
+    ],
+    ids=["submodule", "parameter", "tensor", "buffer", "config dict", "list in a config"],
+)
+def test_state_that_was_not_there_is_noticed(grow: Callable[[Any], Any]) -> None:
+    model, x = kernl.optimize_model(_Holder().eval()), torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        assert model.kernl.report().calls.direct
+        grow(model.inner)
+        got = model(x)
+        with kernl.disabled():
+            want = model(x)
+    torch.testing.assert_close(got, want)
+
+
+class _InParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, mode: str) -> torch.Tensor:
+        self.calls.add_(1)
+        torch._dynamo.graph_break()
+        return self.linear(x) * self.calls * (2 if mode == "0" else 1)
+
+
+def test_no_part_of_a_call_runs_twice() -> None:
+    """Past the recompile limit, and after a mistake of the caller, effects of the part that has run stay single."""
+    model, x = kernl.optimize_model(_InParts().eval(), recompile_limit=3), torch.randn(3, 4)
+    with torch.no_grad():
+        for call in range(8):
+            model(x, str(call))
+            assert model.calls.item() == call + 1
+        with pytest.raises(Exception):  # noqa: B017 - PyTorch's own or TorchDynamo's, which carries its text
+            model(torch.randn(3, 5), "0")
+    assert model.calls.item() == 9

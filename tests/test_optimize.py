@@ -533,3 +533,19 @@ def test_floats_of_modules_stay_numbers() -> None:
     report = model.kernl.report()
     assert report.matched("layer_norm") + report.matched("add_layer_norm") == 2
     assert len(model.kernl.report().graphs) == 1
+
+
+def test_models_that_are_refused_with_a_reason() -> None:
+    named = nn.Module()
+    named.kernl = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="attribute `kernl` of its own"):
+        kernl.optimize_model(named)
+    with pytest.raises(ValueError, match="lazy weights without a shape"):
+        kernl.optimize_model(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_forward_alone_says_that_its_model_is_gone() -> None:
+    forward = kernl.optimize_model(nn.Linear(2, 2)).forward
+    gc.collect()
+    with pytest.raises(ReferenceError, match="keep the model"):
+        forward(torch.ones(1, 2))

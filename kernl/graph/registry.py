@@ -64,8 +64,12 @@ class Registry:
 
         Raises:
             ValueError: the name is taken, the pattern could match any node, or `rewrite` takes a name never bound.
-            TypeError: `pattern` is not a pattern or `rewrite` cannot be called.
+            TypeError: `name` is no string, `priority` no integer, `pattern` no pattern, or `rewrite` cannot be called.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name is a {type(name).__name__}; accepted: a string")
+        if not isinstance(priority, int):
+            raise TypeError(f"priority of pattern {name!r} is a {type(priority).__name__}; accepted: an integer")
         if not isinstance(pattern, Pattern):
             raise TypeError(
                 f"pattern is a {type(pattern).__name__}; accepted: what op(...), either(...) or a | b returns"
