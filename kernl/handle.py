@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,37 +123,39 @@ class Handle:
         progress: show a bar.
 
         Calls are made under `torch.inference_mode()`, or, where the caller has switched gradients off, in the caller's
-        mode: what is prepared is for calls in that mode. Ctrl-C leaves the model usable.
+        mode: what is prepared is for calls in that mode. They run the model: buffers and random state are put back
+        afterwards, the given inputs are copied. Ctrl-C leaves the model usable.
 
         Raises ValueError for a shape when the model's inputs cannot be guessed: give example inputs then.
         """
         batches = [self._example(shape) for shape in shapes]
         batches.sort(key=_size_of, reverse=True)
-        with _inference_unless_grad_is_off():
+        with _keeping_state(self.model), _inference_unless_grad_is_off():
             for batch in tqdm(batches, desc="kernl warm-up", disable=not progress):
                 args, kwargs = arguments_of(batch)
                 # The first call compiles and captures, the second one opens the front door to the captured graph.
                 for _ in range(2):
-                    self.model(*args, **kwargs)
+                    self.model(*_copies(args), **_copies(kwargs))
 
     def verify(self, inputs: Batch, verbose: bool = True) -> Verification:
         """Compare the optimised model with the plain one on these inputs, both against a copy of it in float64.
 
         The budget is twice the plain model's own error plus one rounding step (see `kernl.testing`). The copy needs the
-        memory of the model in float64 while this runs. Random numbers are drawn alike in all three runs.
+        memory of the model in float64 while this runs. All three runs start from the same inputs, buffers and random
+        numbers, and buffers are afterwards what they were.
 
         inputs: a dict of keyword arguments, a tuple of positional ones, or a tensor.
         verbose: print the table.
         """
         args, kwargs = arguments_of(inputs)
-        with torch.no_grad(), _keeping_random_state() as rewind:
-            optimised = _named_tensors(self.model(*args, **kwargs))
+        with torch.no_grad(), _keeping_state(self.model) as rewind:
+            optimised = _run_on_copies(self.model, args, kwargs)
             rewind()
             with disabled():
-                plain = _named_tensors(self.model(*args, **kwargs))
+                plain = _run_on_copies(self.model, args, kwargs)
             rewind()
             exact = copy.deepcopy(self.model).double()
-            reference = _named_tensors(exact(*_to_double(args), **_to_double(kwargs)))
+            reference = _run_on_copies(exact, _to_double(args), _to_double(kwargs))
         if optimised.keys() != plain.keys():
             raise AssertionError(
                 f"the optimised model returns {', '.join(optimised)}, the plain one {', '.join(plain)}"
@@ -240,18 +242,33 @@ def _inference_unless_grad_is_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _keeping_random_state() -> Iterator[Any]:
-    """Gives a function that puts the random number generators back to where they were."""
+def _keeping_state(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Put buffers and random number generators back in the end, and whenever the function it gives is called."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     cpu = torch.get_rng_state()
     gpus = [torch.cuda.get_rng_state(device) for device in devices]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def rewind() -> None:
         torch.set_rng_state(cpu)
         for device, state in zip(devices, gpus):
             torch.cuda.set_rng_state(state, device)
+        for buffer, content in buffers:
+            if not torch.equal(buffer, content):
+                buffer.copy_(content)
 
-    yield rewind
+    try:
+        yield rewind
+    finally:
+        rewind()
+
+
+def _copies(values: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, values)
+
+
+def _run_on_copies(model: nn.Module, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+    return _named_tensors(model(*_copies(args), **_copies(kwargs)))
 
 
 def _size_of(batch: Batch) -> int:

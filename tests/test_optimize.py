@@ -549,3 +549,24 @@ def test_forward_alone_says_that_its_model_is_gone() -> None:
     gc.collect()
     with pytest.raises(ReferenceError, match="keep the model"):
         forward(torch.ones(1, 2))
+
+
+class _Counts(nn.Module):
+    """Writes to a buffer and to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.add_(1))
+
+
+def test_verify_and_warmup_leave_buffers_and_inputs_alone() -> None:
+    model, x = kernl.optimize_model(_Counts().train()), torch.randn(5, 4)
+    before = x.clone()
+    with torch.no_grad():
+        assert model.kernl.verify(x, verbose=False)
+        model.kernl.warmup([x], progress=False)
+    assert torch.equal(x, before)
+    assert model.norm.num_batches_tracked == 0 and model.norm.running_mean.abs().max() == 0
