@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import math
 import multiprocessing
 import os
@@ -34,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Results, check_result, floors
+from benchmarks.harness import Results, check_result, floors, write_tuning_table
 from kernl.ops.attention import implementations, reference_attention
 from kernl.runtime import tuning
 
@@ -315,22 +314,6 @@ def print_shape(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
     sys.stdout.flush()
 
 
-def write_table(choices: dict[str, dict[str, Any]], path: Path | None) -> Path:
-    """Merge the measured choices into the table shipped for this GPU; choices of other ops in it stay."""
-    import triton
-
-    gpu = torch.cuda.get_device_name()
-    if path is None:
-        path = Path(tuning.__file__).parent / "tuned" / f"{tuning.gpu_slug(gpu)}.json"
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"choices": {}}
-    content |= {"format": 1, "gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
-    content["kernels"] = tuning.kernel_source_hash()
-    content["choices"].setdefault("attention", {}).update(choices)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    return path
-
-
 def choice_of(shape: Shape, dtype: torch.dtype, rows: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
     """Key and entry of the tuning table, from the rows of the op's own implementations."""
     runs, problem, _ = make_problem(shape, dtype, 0).implementations()
@@ -391,7 +374,7 @@ def main() -> int:
             choices[entry[0]] = entry[1]
     print(f"rows in {results.save()}")
     if arguments.write_table:
-        print(f"table in {write_table(choices, arguments.table)}")
+        print(f"table in {write_tuning_table('attention', choices, arguments.table)}")
     print(f"{time.perf_counter() - begin:.0f} s in all")
     return max(results.exit_code(), int(failed))
 

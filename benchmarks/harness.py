@@ -239,3 +239,26 @@ def run_if_available(name: str, make: Callable[[], Callable[[], Any]]) -> Callab
     except Exception as error:
         print(f"peer {name} left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
+
+
+def write_tuning_table(op: str, choices: dict[str, dict[str, Any]], path: Path | None = None) -> Path:
+    """Merge an op's measured choices into the table shipped for this GPU (or into `path`); the others in it stay."""
+    import triton
+
+    from kernl.runtime import tuning
+
+    gpu = torch.cuda.get_device_name()
+    if path is None:
+        path = Path(tuning.__file__).parent / "tuned" / f"{tuning.gpu_slug(gpu)}.json"
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"choices": {}}
+    content |= {
+        "format": 1,
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "kernels": tuning.kernel_source_hash(),
+    }
+    content["choices"].setdefault(op, {}).update(choices)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    return path

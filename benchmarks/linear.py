@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import math
 import multiprocessing
 import os
@@ -31,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Results, check_result, floors
+from benchmarks.harness import Results, check_result, floors, write_tuning_table
 from kernl.ops.linear import (
     _Problem,
     default_implementation,
@@ -237,27 +236,6 @@ def print_shape(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
     sys.stdout.flush()
 
 
-def write_table(choices: dict[str, dict[str, Any]], path: Path | None) -> Path:
-    """Merge the measured choices into the table shipped for this GPU; choices of other ops in it stay."""
-    gpu = torch.cuda.get_device_name()
-    if path is None:
-        path = Path(tuning.__file__).parent / "tuned" / f"{tuning.gpu_slug(gpu)}.json"
-    import triton
-
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"choices": {}}
-    content |= {
-        "format": 1,
-        "gpu": gpu,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "kernels": tuning.kernel_source_hash(),
-    }
-    content["choices"].setdefault("linear", {}).update(choices)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    return path
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=_SHAPES, help='"16x768x3072:gelu 128x768x768+768+768"')
@@ -313,7 +291,7 @@ def main() -> int:
             }
     print(f"rows in {results.save()}")
     if arguments.write_table:
-        print(f"table in {write_table(choices, arguments.table)}")
+        print(f"table in {write_tuning_table('linear', choices, arguments.table)}")
     print(f"{time.perf_counter() - begin:.0f} s in all")
     return max(results.exit_code(), int(failed))
 

@@ -114,7 +114,7 @@ class Inputs:
     """
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        placeholders = placeholders_of(gm)
         sources = [getattr(node, "_dynamo_source", None) for node in placeholders]
         tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
         self.count = len(placeholders)
@@ -137,6 +137,11 @@ class Inputs:
     @property
     def device(self) -> torch.device:
         return torch.device(self.devices[0]) if self.devices else torch.device("cpu")
+
+
+def placeholders_of(gm: GraphModule) -> list[Node]:
+    """The nodes that stand for the graph's inputs, in their order."""
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def _is_module_tensor(value: Any, source: Any) -> bool:
@@ -168,7 +173,7 @@ def written_inputs(gm: GraphModule) -> frozenset[int]:
     """Positions of the inputs whose memory the graph writes to."""
     storages = Storages(gm.graph)
     written = [target for node in gm.graph.nodes for target in written_by(node)]
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = placeholders_of(gm)
     return frozenset(
         position
         for position, placeholder in enumerate(placeholders)
@@ -272,10 +277,10 @@ def with_kernels_ahead(
     """
     if inputs.device.type != "cuda" or inputs.needs_grad:
         return function
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = placeholders_of(gm)
     weights = {placeholders[position]: example_inputs[position] for position in inputs.fixed}
     calls = [
-        (node.target, torch.fx.map_arg(node.args, lambda argument: weights.get(argument, stand_in(argument))))
+        (node.target, torch.fx.map_arg(node.args, lambda arg: weights[arg] if arg in weights else stand_in(arg)))
         for node in gm.graph.nodes
         if is_kernl_op(node)
     ]
