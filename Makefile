@@ -29,12 +29,13 @@ else
   OLDEST := $(VENV)/.oldest
 endif
 
-.PHONY: help demo test test-oldest test-newest test-gpu bench report notebook lint format clean
+.PHONY: help demo test test-oldest test-newest test-gpu sanitize bench report notebook lint format clean
 
 help:
 	@echo "make demo      a real BERT answers questions over real text, plain and optimised, side by side"
 	@echo "make test      all tests that need no GPU, on the oldest and the newest triton and transformers"
 	@echo "make test-gpu  the tests that need a GPU          (VENV=none: with the torch that is installed)"
+	@echo "make sanitize  one small launch of every kernel under NVIDIA's compute-sanitizer"
 	@echo "make bench     BERT against its peers on a GPU     (VENV=none, ARGS=\"--quick\")"
 	@echo "make report    the tables and plots of the README from benchmarks/results"
 	@echo "make notebook  run notebooks/bert.ipynb here and keep its outputs"
@@ -60,6 +61,12 @@ test-newest: $(if $(DEV),$(VENV_NEWEST)/.test)
 # The tests of the ops too: there the kernels run natively, not through the interpreter.
 test-gpu: $(DEV)
 	$(RUN) -m pytest tests/gpu tests/ops $(ARGS)
+
+# Out of bounds, uninitialised and racing accesses. PyTorch's cache would hide accesses past the end of a tensor.
+sanitize: $(DEV)
+	for tool in memcheck racecheck; do \
+		KERNL_TUNING=off PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+			$(if $(filter none,$(VENV)),$(PYTHON),$(VENV)/bin/python) -m tests.gpu.one_of_each || exit 1; done
 
 bench: $(DEV)
 	$(RUN) benchmarks/bert.py --out $(BENCH_OUT) $(ARGS)

@@ -118,7 +118,8 @@ def kernl_layer_norm_rows(
             tl.store(total + output_offset, rounded, mask=mask)
         x = to_compute(rounded).to(tl.float32)
 
-    mean = tl.sum(x, axis=1) / columns  # [BLOCK_M]
+    # Plain `/` is approximate on a GPU: two units in the last place of a large mean are many of the result.
+    mean = tl.div_rn(tl.sum(x, axis=1), tl.cast(columns, tl.float32))  # [BLOCK_M]
     centered = tl.where(column_mask[None, :], x - mean[:, None], 0.0)
     variance = tl.sum(centered * centered, axis=1) / columns
     y = centered * tl.rsqrt(variance + epsilon)[:, None]
@@ -173,7 +174,7 @@ def kernl_layer_norm_streamed(
                 tl.store(total + column, rounded, mask=mask)
             x = to_compute(rounded).to(tl.float32)
         count = tl.minimum(BLOCK_N, columns - start).to(tl.float32)
-        chunk_mean = tl.sum(x, axis=0) / count
+        chunk_mean = tl.div_rn(tl.sum(x, axis=0), count)
         centered = tl.where(mask, x - chunk_mean, 0.0)
         chunk_squares = tl.sum(centered * centered, axis=0)
         share = count / (start + count)

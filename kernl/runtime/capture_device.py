@@ -9,19 +9,19 @@ a graph's intermediate values and outputs lie where any other graph may put its 
 - What must outlive a replay (an op's counters, a cached cast of a weight) is allocated by the plain first run, which
   never allocates from the pool. An op that first made such a thing while being captured would lose it.
 
-The plain run takes PyTorch's ordinary memory, on the side stream: the allocator keeps memory apart by stream, so once
-the results are copied to the caller's stream all that the run reserved is unused and goes back (`run_plainly`), rather
-than staying reserved beside a pool of the same size. Giving back means to wait for the GPU and to empty PyTorch's
-cache, a few milliseconds, at the first call of a shape only.
+The plain run takes PyTorch's ordinary memory, on a stream of its own: the allocator keeps memory apart by stream, so
+once the results are copied to the caller's stream all that the run reserved is unused and goes back (`run_plainly`),
+rather than staying reserved beside a pool of the same size. Giving back means to wait for the GPU and to empty
+PyTorch's cache, a few milliseconds, at the first call of a shape only.
 
 cuBLAS keeps a workspace for each thread and stream, 32 MB on Hopper, and a graph freezes its address. So the workspace
-must lie in the pool: one in ordinary memory could be freed under the graph, by anybody who clears workspaces. It is
-allocated by the first product that needs it, hence the workspaces are cleared before a capture (the pool then provides
-one) and after it (the next graph may use that memory, and no plain call gets it). Clearing frees those of all threads,
-which make new ones. Streams order the use of freed memory, and before memory is unmapped the GPU is synchronised; what
-is left is a thread that has asked for its workspace and takes longer than all this to launch. Runners cannot be that
-thread: first calls exclude each other, replays use no cuBLAS. For other code it is the risk that PyTorch's own graph
-trees take.
+must lie in the graph's pool: one in ordinary memory could be freed under the graph by anybody who clears workspaces, as
+PyTorch's own graph trees do. It is allocated by the first product that needs it. Hence each pool has a stream to
+capture on that PyTorch hands to nobody else, on which no product has ever run outside of a capture into that pool.
+Workspaces that are no longer needed are cleared, after a plain run and after a capture, only while every other
+thread is known to wait: clearing frees those of all threads, and one that is about to launch a product would write to
+memory that is somebody else's, or nobody's. Where other threads are at work each thread that makes first calls
+holds two workspaces, one beside the pool and one in it; the budget of the pool, below, is for one of these.
 
 A pool fragments when shapes come smallest first: the memory of a small graph cannot hold the larger tensors of the next
 one. So when a capture makes the pool larger than 1.15 times what its largest graph needs alone, all graphs are dropped
@@ -32,7 +32,7 @@ larger shape fits, and growing shapes start few pools. Shapes warmed up largest 
 A capture that fails, because the function waits for the GPU, makes PyTorch refuse further captures into its pool. The
 next ones take a new pool, and the graphs of the old one stay: until the next restart the budget holds for each.
 
-Capturing executes nothing on the GPU. It happens on the side stream, in thread-local mode (other threads may go on
+Capturing executes nothing on the GPU. It happens in thread-local mode (other threads may go on
 launching), with the garbage collector paused (it could destroy another graph, which is illegal while capturing) and
 without autocast's cache (a graph must cast its weights itself, from their addresses).
 
@@ -40,16 +40,21 @@ Threads. Two locks, always taken in this order:
 
 - `first_call_lock`, one in the process: plain first run (kernels compile and tune in it) and capture. A replay never
   takes it, so it never waits for a compilation.
-- `CaptureDevice.lock`, one per GPU: the pool. A replay waits at most for the replay or the capture that is being
-  enqueued, which takes milliseconds. It must wait for a capture: until that ends PyTorch refuses to advance the
-  GPU's default random number generator, as each replay does. (Drawing from that generator in another thread at that
-  moment raises PyTorch's error; a generator of one's own does not.)
+- `CaptureDevice.lock`, one per GPU: the pool, and the making and destroying of graphs, which PyTorch does not allow in
+  two threads at once (it keeps a set of them that no lock guards). A replay waits at most for the replay or the capture
+  that is being enqueued, which takes milliseconds. It must wait for a capture: until that ends PyTorch refuses to
+  advance the GPU's default random number generator, as each replay does. (Drawing from that generator in another thread
+  at that moment raises PyTorch's error; a generator of one's own does not.)
 """
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
+import ctypes
 import gc
+import selectors
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -99,6 +104,9 @@ class CaptureDevice(Protocol):
     def settle(self) -> None:
         """Called before memory that graphs read is freed: whoever gets it next waits for the last replay."""
 
+    def destroy_later(self, graphs: list[Any]) -> None:
+        """Empty a list with the last references to graphs: at once if they may be destroyed now, else when they may."""
+
     def make_room(self) -> None:
         """Out of memory: drop every graph of the device and give all unused memory back."""
 
@@ -139,6 +147,9 @@ class PoolBudget:
         return int(self.spare * self.need)
 
 
+# What PyTorch gives cuBLAS on Hopper and newer; less on others.
+_MAX_WORKSPACE_BYTES = 32 << 20
+
 first_call_lock = threading.RLock()
 _devices: dict[int, CudaCaptureDevice] = {}
 _devices_lock = threading.Lock()
@@ -163,11 +174,16 @@ class CudaCaptureDevice:
         self.lock = threading.RLock()
         self.runners: weakref.WeakSet[Evictable] = weakref.WeakSet()
         self._side_stream: torch.cuda.Stream | None = None
+        self._capture_stream: torch.cuda.Stream | None = None
+        self._capture_stream_is_fresh = False  # cuBLAS has no workspace for it
         self._last_stream: torch.cuda.Stream | None = None
         self._last_raw_stream: int | None = None
         self._pools: list[Any] = []
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._budget = PoolBudget()
+        self._workspace_owners: set[int] = set()  # threads that have left a workspace in the pool
+        self._is_capturing = False
+        self._buried: list[list[Any]] = []  # graphs to destroy once no capture is under way
         # Graphs whose capture could not be ended: the allocators may still point at them, so they are never destroyed.
         self._wrecks: list[torch.cuda.CUDAGraph] = []
 
@@ -198,15 +214,21 @@ class CudaCaptureDevice:
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 leaf.record_stream(caller)  # one that could not be copied is still the side stream's
         del outputs
-        torch._C._cuda_clearCublasWorkspaces()
-        if self.reserved_bytes() > reserved:
+        cleared = self._clear_workspaces()
+        # A thread that woke up in between may be about to launch with a workspace just freed: then it stays mapped.
+        if self.reserved_bytes() > reserved and (not cleared or _other_threads_wait()):
             torch.cuda.synchronize(self.index)
             torch.cuda.empty_cache()
         return results
 
     def capture(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, Any]:
         with _garbage_collector_paused(), _autocast_cache_off(), torch.cuda.device(self.index):
-            return self._capture_within_budget(function, arguments)
+            self._is_capturing = True
+            try:
+                return self._capture_within_budget(function, arguments)
+            finally:
+                self._is_capturing = False
+                self._destroy_buried()
 
     def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # On the side stream, whose freed memory only waits for work that is ordered by `enter_stream`.
@@ -226,6 +248,15 @@ class CudaCaptureDevice:
 
     def settle(self) -> None:
         self._stream()
+
+    def destroy_later(self, graphs: list[Any]) -> None:
+        self._buried.append(graphs)
+        if self.lock.acquire(blocking=False):
+            try:
+                if not self._is_capturing:
+                    self._destroy_buried()
+            finally:
+                self.lock.release()
 
     def make_room(self) -> None:
         with self.lock:
@@ -284,14 +315,17 @@ class CudaCaptureDevice:
 
     def _over_budget(self) -> bool:
         sizes = self._pool_sizes()
-        return self._budget.exceeded(max(sizes[-1], sum(sizes) // 2))
+        workspaces = _MAX_WORKSPACE_BYTES * max(len(self._workspace_owners) - 1, 0)
+        return self._budget.exceeded(max(sizes[-1], sum(sizes) // 2) - workspaces)
 
     def _capture(self, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         if self._anchor is None:
             self._new_pool()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream()):
+        with torch.cuda.stream(self._capture_stream):
             graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
+            self._capture_stream_is_fresh = False
+            self._workspace_owners.add(threading.get_ident())
             try:
                 outputs = function(*arguments)
             except BaseException:
@@ -299,12 +333,25 @@ class CudaCaptureDevice:
                     self._end(graph)
                 raise
             finally:
-                torch._C._cuda_clearCublasWorkspaces()
+                self._clear_workspaces()
             self._end(graph)
         return graph, outputs
 
+    def _destroy_buried(self) -> None:
+        while self._buried:
+            self._buried.pop().clear()
+
+    def _clear_workspaces(self) -> bool:
+        """Free cuBLAS's workspaces unless another thread may be using one; whether that was done."""
+        if not _other_threads_wait():
+            return False
+        torch._C._cuda_clearCublasWorkspaces()
+        self._capture_stream_is_fresh = True
+        self._workspace_owners.clear()
+        return True
+
     def _stream(self) -> torch.cuda.Stream:
-        """The side stream, ordered after the last use of the pool."""
+        """The stream of plain runs and of inputs, ordered after the last use of the pool."""
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(self.index)
         if self._last_stream is not None:
@@ -319,9 +366,14 @@ class CudaCaptureDevice:
         device = torch.device("cuda", self.index)
         with torch.inference_mode(False):
             scalar = torch.zeros(1, device=device)
+        if self._capture_stream is None or not self._capture_stream_is_fresh:
+            # Its workspace lies in an older pool. The stream is not destroyed: PyTorch remembers workspaces by handle.
+            self._capture_stream = _private_stream(self.index)
+            self._capture_stream_is_fresh = True
+            self._workspace_owners.clear()
         pool = torch.cuda.graph_pool_handle()
         anchor = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream()):
+        with torch.cuda.stream(self._capture_stream):
             anchor.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 scalar.zero_()
@@ -346,6 +398,35 @@ class CudaCaptureDevice:
             with contextlib.suppress(Exception):
                 self._new_pool()
             raise
+
+
+def _private_stream(index: int) -> torch.cuda.Stream:
+    """A stream that PyTorch hands to nobody else; `torch.cuda.Stream()` gives out the same 32 in turn."""
+    handle = ctypes.c_void_p()
+    non_blocking = 1  # CU_STREAM_NON_BLOCKING: no order with the legacy default stream, whose use would break a capture
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().query()  # makes the device's context current
+        error = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), ctypes.c_uint(non_blocking))
+    if error or handle.value is None:
+        raise RuntimeError(f"cuStreamCreate failed with error {error}")
+    return torch.cuda.ExternalStream(handle.value, torch.device("cuda", index))
+
+
+# Where Python threads wait for one another: file and function.
+_WAITING = {
+    (threading.__file__, "wait"),
+    (threading.__file__, "join"),
+    (threading.__file__, "_wait_for_tstate_lock"),
+    (concurrent.futures.thread.__file__, "_worker"),
+    (selectors.__file__, "select"),
+}
+
+
+def _other_threads_wait() -> bool:
+    """Whether every other Python thread is waiting for something, so that none is inside a call into PyTorch."""
+    own = threading.get_ident()
+    codes = [frame.f_code for thread, frame in sys._current_frames().items() if thread != own]
+    return all((code.co_filename, code.co_name) in _WAITING for code in codes)
 
 
 @contextlib.contextmanager

@@ -392,12 +392,12 @@ class CapturedGraph:
         if self._exclusive and self._shares_written_memory(inputs):
             return self._runner.run_plainly("an input that is written shares memory with another input", inputs)
         with self._lock:
-            captured = self._captured
-            if captured is not None and self.fixed_in_place(inputs):
+            is_alive = self._captured is not None
+            if is_alive and self.fixed_in_place(inputs):
                 if self._freed:
                     self._watch(inputs)
-                return self._launch(captured, inputs)
-        if captured is not None:
+                return self._launch(inputs)
+        if is_alive:
             return self._runner._moved(self, inputs)
         successor = self._runner._graphs.get(self.key)
         return self._runner(*inputs) if successor is None else successor.replay(inputs)
@@ -413,8 +413,7 @@ class CapturedGraph:
         if self._freed or self._has_effects or self._checks_gradients or self.device.is_capturing():
             return None
         with self._lock:
-            captured = self._captured
-            return None if captured is None or self._freed else self._launch(captured, inputs)
+            return None if self._captured is None or self._freed else self._launch(inputs)
 
     def drop(self) -> None:
         """Let go of the graph and of the memory that only it uses."""
@@ -423,11 +422,20 @@ class CapturedGraph:
                 self.device.settle()
                 self._captured = None
 
+    def __del__(self) -> None:
+        # The garbage collector may be at work, in any thread: the device knows when a graph may be destroyed.
+        if getattr(self, "_captured", None) is not None:
+            last_reference: list[Any] = [self._captured]
+            self._captured = None
+            self.device.destroy_later(last_reference)
+
     def memory(self) -> dict[str, Any]:
         return self._memory
 
-    def _launch(self, captured: tuple[Graph, InputCopies, OutputPlan], inputs: Sequence[Any]) -> Any:
-        graph, copies, plan = captured
+    def _launch(self, inputs: Sequence[Any]) -> Any:
+        # Holding the lock. Nothing outside of it refers to what has been captured, so that `drop` destroys it in there.
+        assert self._captured is not None
+        graph, copies, plan = self._captured
         self.device.enter_stream()
         copies.fill(inputs)
         graph.replay()

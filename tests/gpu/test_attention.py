@@ -64,7 +64,7 @@ def test_forward(
     kernels: KernelRun, rng: torch.Generator, size: tuple[int, ...], masking: str, dtype: torch.dtype
 ) -> None:
     query, key, value = draw(rng, size, dtype)
-    batch, heads, _, seqlen_q, seqlen_k, _ = size
+    batch, heads, _, seqlen_q, seqlen_k, head_dim = size
     options: dict[str, object] = {}
     visible = None
     if masking == "causal":
@@ -76,7 +76,9 @@ def test_forward(
     elif masking == "bias":
         options["attn_mask"] = torch.randn(1, heads, seqlen_q, seqlen_k, generator=rng).to("cuda").to(dtype)
     output, logsumexp = attention(query, key, value, return_logsumexp=True, **options)  # type: ignore[call-overload]
-    assert kernels.launched("attention_forward") == 1
+    # cuDNN may take a plain case, and float32 at full precision beyond head_dim 128 is left to PyTorch.
+    may_be_pytorchs = head_dim > 128 if dtype == torch.float32 else masking in ("none", "causal")
+    assert kernels.launched("attention_forward") == 1 or may_be_pytorchs
     expected, expected_logsumexp = exact(query, key, value, **options)
     plain = (
         F.scaled_dot_product_attention(query, key, value, attn_mask=options["attn_mask"], enable_gqa=True)  # type: ignore[arg-type]

@@ -205,11 +205,16 @@ def test_gradients_keep_cuda_graphs_off_and_say_so_once() -> None:
         (plain(**text()).last_hidden_state * direction).sum().backward()
         with pytest.warns(KernlWarning, match="gradients are needed, which keeps CUDA graphs off"):
             (fast(**text()).last_hidden_state * direction).sum().backward()
-        for (name, got), (_, want) in zip(fast.named_parameters(), plain.named_parameters()):
+        want_of = dict(plain.named_parameters())
+        for name, got in fast.named_parameters():
+            want = want_of[name]
             if want.grad is not None:
                 assert got.grad is not None
-                scale = want.grad.abs().max().clamp_min(1e-6)
-                torch.testing.assert_close(got.grad / scale, want.grad / scale, rtol=0, atol=1e-2, msg=name)
+                # Softmax does not see what is added to all keys: the gradient of that bias is rounding, nothing else.
+                weight = want_of[name.replace("key.bias", "key.weight")]
+                scale = weight.grad.abs().max().clamp_min(1e-6)
+                error = ((got.grad - want.grad).abs().max() / scale).item()
+                assert error <= 1e-3, f"{name}: {error:.1e} of its largest element"
         with warnings.catch_warnings():
             warnings.simplefilter("error", KernlWarning)
             fast(**text())

@@ -127,11 +127,11 @@ def test_op_in_a_cuda_graph_without_a_choice_made_before() -> None:
 
 def split_config() -> LinearConfig:
     arch = capability_of(DEVICE).arch
-    return next(config for config in configs(arch, 16, torch.float16, tma=True) if config.split_k > 1)
+    return next(config for config in configs(arch, 64, torch.float16, tma=True) if config.split_k > 1)
 
 
 def test_split_k_on_streams_and_in_graphs_at_once() -> None:
-    problems = [make_problem(16, 3072, (768,), "gelu") for _ in range(4)]
+    problems = [make_problem(64, 3072, (768,), "gelu") for _ in range(4)]
     config = split_config()
     _run_config(problems[0], config)  # the pool of counters exists from here on
     torch.cuda.synchronize()
@@ -159,7 +159,7 @@ def test_split_k_on_streams_and_in_graphs_at_once() -> None:
 
 
 def test_split_k_is_the_same_every_time() -> None:
-    problem = make_problem(16, 3072, (768,), "none")
+    problem = make_problem(64, 3072, (768,), "none")
     results = []
     for _ in range(20):
         _run_config(problem, split_config())

@@ -81,6 +81,9 @@ class FakeDevice:
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def destroy_later(self, graphs: list[Any]) -> None:
+        graphs.clear()
+
     def settle(self) -> None:
         pass
 

@@ -1,0 +1,56 @@
+"""One small launch of every kernel, for NVIDIA's compute-sanitizer: `make sanitize`. Odd sizes: the masks matter."""
+
+from __future__ import annotations
+
+import torch
+
+from kernl.kernels.common import launches
+from kernl.ops import add_layer_norm, attention, embedding_sum, layer_norm, linear, merged_linear
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def norms() -> None:
+    for columns in (77, 20000):  # rows in registers, rows streamed
+        weight, bias = normal(columns), normal(columns)
+        layer_norm(normal(5, columns), weight, bias)
+        add_layer_norm(normal(5, columns), normal(5, columns), weight, bias)
+        torch.ops.kernl.layer_norm_of_sum(normal(5, columns), normal(5, columns), weight, bias, 1e-5)
+
+
+def embeddings() -> None:
+    tokens = torch.randint(0, 11, (3, 5), device="cuda")
+    embedding_sum([tokens, tokens], [normal(11, 77), normal(11, 77)])
+
+
+def linears() -> None:
+    for rows in (3, 70):
+        linear(normal(rows, 72), normal(40, 72), normal(40), activation="gelu")
+        linear(normal(rows, 77), normal(41, 77), normal(41))
+        merged_linear(normal(rows, 72), [normal(40, 72)] * 3, [normal(40)] * 3)
+
+
+def attentions() -> None:
+    for head_dim in (40, 64):
+        query, key, value = normal(2, 3, 37, head_dim), normal(2, 3, 85, head_dim), normal(2, 3, 85, head_dim)
+        lengths = torch.tensor([85, 0], device="cuda", dtype=torch.int32)
+        holes = torch.rand(2, 85, device="cuda") > 0.5
+        attention(query, key, value, key_padding=lengths)
+        attention(query, key, value, key_padding=holes, is_causal=True)
+        attention(query, key, value, attn_mask=normal(1, 3, 37, 85), hidden_rows="mean")
+        attention(query, key, value, attn_mask=torch.rand(37, 85, device="cuda") > 0.5)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for run in (norms, embeddings, linears, attentions):
+        run()
+        torch.cuda.synchronize()
+    for name, count in sorted(launches.items()):
+        print(f"{name}: {count} launches")
+
+
+if __name__ == "__main__":
+    main()
