@@ -208,6 +208,8 @@ class Plan:
                 if state.unchanged(model, addresses=False) and captured.fixed_in_place(inputs):
                     return self._build(outputs, tensors)
                 return NOT_SERVED
+            if not captured.is_alive:
+                captured = self._captured = None  # evicted or released: the runner captures anew
         if not self.suits(state, model):
             return NOT_SERVED
         if captured is not None:

@@ -13,7 +13,7 @@ from kernl import backend
 from kernl.backend import Inputs
 from kernl.options import Options
 from kernl.report import KernlWarning, forget_warnings
-from kernl.runtime.cuda_graph import CudaGraphRunner
+from kernl.runtime.cuda_graph import CapturedGraph, CudaGraphRunner
 from tests import tiny
 from tests.runtime.fake_device import FakeDevice
 from tests.test_front_door import check, direct
@@ -208,6 +208,21 @@ def test_release_and_refresh(device: FakeDevice) -> None:
     for _ in range(3):
         check(model, x)
     assert device.captures == 3 and len(model.kernl.memory()["graphs"]) == 1
+
+
+def test_calls_launch_at_once_again_after_a_release(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = kernl.optimize_model(tiny.encoder()), tiny.activations()
+    for _ in range(3):
+        check(model, x)
+    model.kernl.release()
+    for _ in range(2):
+        check(model, x)
+
+    def replay(*arguments: Any) -> Any:
+        raise AssertionError("the call went round by the runner")
+
+    monkeypatch.setattr(CapturedGraph, "replay", replay)
+    check(model, x)
 
 
 def test_max_graphs(device: FakeDevice) -> None:

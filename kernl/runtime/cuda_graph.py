@@ -383,6 +383,11 @@ class CapturedGraph:
             "reserved_bytes": max(device.reserved_bytes() - reserved, 0),
         }
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the graph has not been dropped: to make room, or by `release`."""
+        return self._captured is not None
+
     def replay(self, inputs: Sequence[Any]) -> Any:
         """The function's result for inputs of this graph's key."""
         if self.device.is_capturing():

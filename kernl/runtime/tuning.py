@@ -38,6 +38,8 @@ Format of the cache and of the shipped tables (times in microseconds of the cand
          "choice": "split_k_4",
          "times_us": {"cublas": 8.4, "split_k_4": 6.2},
          "dropped": {"tma": "OutOfResources: shared memory"}}}}}
+
+A shipped table may also say `in_model`: what whole models took, where that and not the op alone has decided.
 """
 
 from __future__ import annotations
