@@ -448,7 +448,10 @@ class FrontDoor:
                 result = self._guarded(model, *args, **kwargs)
             runs = _local.runs
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            if self.options.strict or isinstance(getattr(error, "inner_exception", None), CannotCapture):
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, Exception) and (self.options.strict or isinstance(inner, CannotCapture)):
+                raise inner from None  # TorchDynamo's wrapping says nothing about it
+            if self.options.strict:
                 raise
             if _local.started != started:
                 raise  # a part of the call has run: what it has written must not be written twice

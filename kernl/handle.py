@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,8 +24,9 @@ from tqdm import tqdm
 
 from kernl.front_door import FrontDoor, disabled_here
 from kernl.options import Options
-from kernl.report import Report, gpu_time_by_implementation, warn_once
+from kernl.report import Report, gpu_time_by_implementation, reason_of, warn_once
 from kernl.testing import ErrorReport, error_report
+from kernl.warmup import arguments_of, batches_to_warm_up
 
 Batch = Any
 
@@ -114,22 +114,36 @@ class Handle:
                 )
         return self._report
 
-    def warmup(self, shapes: Iterable[Any], progress: bool = True) -> None:
+    def warmup(
+        self,
+        shapes: Any,
+        progress: bool = True,
+        *,
+        tokenizer: Any = None,
+        texts: Iterable[str] | None = None,
+        batch_size: int | Sequence[int] = 1,
+    ) -> None:
         """Compile and capture for these inputs, largest first, so that later calls find everything ready.
 
-        shapes: for each kind of call either its inputs (a dict of keyword arguments, a tuple of positional ones or a
-            tensor), or a shape. A shape (batch, length) stands for `input_ids` and, where the model takes one,
-            `attention_mask`; for a model whose main input is something else, for that whole tensor.
+            model.kernl.warmup([(1, 16), (8, 128)])
+            model.kernl.warmup("auto", tokenizer=tokenizer, texts=texts, batch_size=[1, 8])
+
+        shapes: a list with, for each kind of call, either its inputs (a dict of keyword arguments, a tuple of
+            positional ones or a tensor), or a shape. A shape (batch, length) stands for `input_ids` and, where the
+            model takes one, `attention_mask`; for a model whose main input is something else, for that whole tensor.
+            "auto": the shapes that `texts` have, in their order, in batches of `batch_size` padded to their longest.
         progress: show a bar.
+        tokenizer, texts, batch_size: for "auto": a Hugging Face tokenizer, a list of strings, and one or several
+            numbers of texts a call.
 
         Calls are made under `torch.inference_mode()`, or, where the caller has switched gradients off, in the caller's
         mode: what is prepared is for calls in that mode. They run the model: buffers and random state are put back
         afterwards, the given inputs are copied. Ctrl-C leaves the model usable.
 
-        Raises ValueError for a shape when the model's inputs cannot be guessed: give example inputs then.
+        Raises TypeError or ValueError, with what is accepted, for anything else, and for a shape from which the model's
+        inputs cannot be guessed: give example inputs then.
         """
-        batches = [self._example(shape) for shape in shapes]
-        batches.sort(key=_size_of, reverse=True)
+        batches = batches_to_warm_up(self.model, shapes, tokenizer=tokenizer, texts=texts, batch_size=batch_size)
         with _keeping_state(self.model), _inference_unless_grad_is_off():
             for batch in tqdm(batches, desc="kernl warm-up", disable=not progress):
                 args, kwargs = arguments_of(batch)
@@ -146,6 +160,8 @@ class Handle:
 
         inputs: a dict of keyword arguments, a tuple of positional ones, or a tensor.
         verbose: print the table.
+
+        Raises ValueError for a model that cannot run in float64, such as one whose forward casts to a fixed dtype.
         """
         args, kwargs = arguments_of(inputs)
         with torch.no_grad(), _keeping_state(self.model) as rewind:
@@ -154,8 +170,7 @@ class Handle:
             with disabled():
                 plain = _run_on_copies(self.model, args, kwargs)
             rewind()
-            exact = copy.deepcopy(self.model).double()
-            reference = _run_on_copies(exact, _to_double(args), _to_double(kwargs))
+            reference = _run_in_double(self.model, args, kwargs)
         if optimised.keys() != plain.keys():
             raise AssertionError(
                 f"the optimised model returns {', '.join(optimised)}, the plain one {', '.join(plain)}"
@@ -198,42 +213,6 @@ class Handle:
         for graph in self._door.graphs:
             graph.release()
 
-    def _example(self, shape: Any) -> Batch:
-        if not (
-            isinstance(shape, (tuple, list, torch.Size)) and shape and all(isinstance(size, int) for size in shape)
-        ):
-            return shape
-        model = self.model
-        parameters = inspect.signature(model.forward).parameters
-        main = getattr(model, "main_input_name", None)
-        weight = next(model.parameters(), torch.empty(0))
-        if main == "input_ids" and len(shape) == 2:
-            ids = torch.ones(tuple(shape), dtype=torch.long, device=weight.device)
-            batch = {"input_ids": ids}
-            if "attention_mask" in parameters:
-                batch["attention_mask"] = torch.ones_like(ids)
-            return batch
-        if main is not None and main != "input_ids":
-            return {main: torch.zeros(tuple(shape), dtype=weight.dtype, device=weight.device)}
-        raise ValueError(
-            f"shape {tuple(shape)}: the inputs of a {type(model).__name__} cannot be guessed from it; give example "
-            "inputs (a dict of keyword arguments, a tuple of positional ones, or a tensor)"
-        )
-
-
-def arguments_of(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call, from a dict, a tuple or list, or a single tensor."""
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        return (), dict(batch)
-    if isinstance(batch, torch.Tensor):
-        return (batch,), {}
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return tuple(batch), {}
-    raise TypeError(
-        f"inputs are a {type(batch).__name__}; accepted: a dict of keyword arguments, a tuple of positional ones, "
-        "a tensor"
-    )
-
 
 @contextlib.contextmanager
 def _inference_unless_grad_is_off() -> Iterator[None]:
@@ -271,8 +250,15 @@ def _run_on_copies(model: nn.Module, args: Any, kwargs: Any) -> dict[str, torch.
     return _named_tensors(model(*_copies(args), **_copies(kwargs)))
 
 
-def _size_of(batch: Batch) -> int:
-    return sum(leaf.numel() for leaf in pytree.tree_leaves(arguments_of(batch)) if isinstance(leaf, torch.Tensor))
+def _run_in_double(model: nn.Module, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+    exact = copy.deepcopy(model).double()
+    try:
+        return _run_on_copies(exact, _to_double(args), _to_double(kwargs))
+    except Exception as error:
+        raise ValueError(
+            f"verify compares with the model in float64, which the {type(model).__name__} cannot run in "
+            f"({reason_of(error)}); compare its results with those under kernl.disabled() instead"
+        ) from error
 
 
 def _named_tensors(result: Any) -> dict[str, torch.Tensor]:

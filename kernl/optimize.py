@@ -37,7 +37,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # What optimising puts into the instance's dictionary.
 _PLACES = ("forward", "kernl", "__getstate__", "_replicate_for_data_parallel")
+# Kept by the handle: what was there before, and what has been put there.
 _BEFORE = "_before"
+_PLACED = "_placed"
 
 
 def optimize_model(model: Model, **options: Any) -> Model:
@@ -57,7 +59,7 @@ def optimize_model(model: Model, **options: Any) -> Model:
         raise TypeError(f"model is a {type(model).__name__}; accepted is an nn.Module (for a pipeline, its .model)")
     settings = load_options(options)
     present = vars(model).get("kernl")
-    if isinstance(present, Handle) and present.options == settings:
+    if isinstance(present, Handle) and present.options == settings and _is_in_place(model, present):
         return model
     if isinstance(present, Handle):
         restore_model(model)
@@ -67,15 +69,13 @@ def optimize_model(model: Model, **options: Any) -> Model:
     before = {name: vars(model)[name] for name in _PLACES if name in vars(model)}
     door = FrontDoor(model, _plain_forward(model, before.get("forward")), settings, report)
     handle = Handle(model, door, settings, report)
-    vars(handle)[_BEFORE] = before
-    vars(model).update(
-        {
-            "forward": _like_forward(door.make_forward(), model),
-            "kernl": handle,
-            "__getstate__": _PlainState(model),
-            "_replicate_for_data_parallel": _PlainReplica(model),
-        }
-    )
+    placed = {
+        "forward": _like_forward(door.make_forward(), model),
+        "__getstate__": _PlainState(model),
+        "_replicate_for_data_parallel": _PlainReplica(model),
+    }
+    vars(handle).update({_BEFORE: before, _PLACED: placed})
+    vars(model).update(placed, kernl=handle)
     return model
 
 
@@ -86,10 +86,26 @@ def restore_model(model: Model) -> Model:
     handle = vars(model).get("kernl")
     if isinstance(handle, Handle):
         handle.release()
-        for name in _PLACES:
-            vars(model).pop(name, None)
-        vars(model).update(vars(handle)[_BEFORE])
+        _remove_kernl(vars(model), handle)
     return model
+
+
+def _is_in_place(model: nn.Module, handle: Handle) -> bool:
+    """Whether calls still go to kernl: nobody has set another forward since."""
+    return vars(model).get("forward") is vars(handle)[_PLACED]["forward"]
+
+
+def _remove_kernl(state: dict[str, Any], handle: Handle) -> None:
+    """Make the dictionary of an optimised model, or a copy of it, what it would be without kernl.
+
+    What the user has set since, such as a `forward` of their own, is theirs and stays.
+    """
+    del state["kernl"]
+    for name, value in vars(handle)[_PLACED].items():
+        if state.get(name) is value:
+            del state[name]
+    for name, value in vars(handle)[_BEFORE].items():
+        state.setdefault(name, value)
 
 
 def refuse_unfit(model: nn.Module) -> None:
@@ -202,9 +218,8 @@ class _PlainState:
         get_state = getattr(type(model), "__getstate__", None)
         state = get_state(model) if get_state is not None else vars(model).copy()
         if isinstance(state, dict):
-            handle = vars(model)["kernl"]
-            state = {name: value for name, value in state.items() if name not in _PLACES}
-            state.update(vars(handle)[_BEFORE])
+            state = dict(state)
+            _remove_kernl(state, vars(model)["kernl"])
         return state
 
 
@@ -218,7 +233,5 @@ class _PlainReplica:
         model = self._model()
         assert model is not None
         replica = type(model)._replicate_for_data_parallel(model)
-        for name in _PLACES:
-            vars(replica).pop(name, None)
-        vars(replica).update(vars(vars(model)["kernl"])[_BEFORE])
+        _remove_kernl(vars(replica), vars(model)["kernl"])
         return replica

@@ -45,7 +45,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kernl.runtime",
         "kernl.signature",
     ),
-    "kernl.handle": ("kernl.front_door", "kernl.options", "kernl.report", "kernl.testing"),
+    "kernl.warmup": (),
+    "kernl.handle": ("kernl.front_door", "kernl.options", "kernl.report", "kernl.testing", "kernl.warmup"),
     "kernl.optimize": ("kernl.backend", "kernl.front_door", "kernl.handle", "kernl.options", "kernl.report"),
 }
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import BertModel, BertTokenizerFast, pipeline
 
 import kernl
+from kernl.backend import CannotCapture
 from kernl.handle import Handle
 from kernl.report import KernlWarning, forget_warnings
 from tests import tiny
@@ -159,6 +160,29 @@ def test_restore_undoes_everything() -> None:
     assert model.forward.__func__ is tiny.Encoder.forward  # type: ignore[attr-defined]
     same(model(x), want)
     assert kernl.restore_model(model) is model  # once more changes nothing
+
+
+def test_a_forward_set_after_optimising_survives_restore_and_copies() -> None:
+    model, x = kernl.optimize_model(tiny.encoder()), tiny.activations()
+    model(x)
+
+    def own(x: torch.Tensor) -> str:
+        return "mine"
+
+    model.forward = own  # type: ignore[method-assign]
+    assert copy.deepcopy(model)(x) == "mine"
+    kernl.restore_model(model)
+    assert model(x) == "mine" and "kernl" not in vars(model) and "__getstate__" not in vars(model)
+
+
+def test_optimising_again_takes_the_forward_set_since() -> None:
+    model, x = kernl.optimize_model(tiny.encoder()), tiny.activations()
+    plain = model(x)
+    inner = tiny.Encoder.forward.__get__(model)
+    model.forward = lambda x: 2 * inner(x)  # type: ignore[method-assign]
+    kernl.optimize_model(model)
+    same(model(x), 2 * plain)
+    assert model.kernl.report().graphs
 
 
 def test_a_forward_set_by_the_user_is_kept() -> None:
@@ -340,8 +364,28 @@ def test_warmup() -> None:
     unknown = kernl.optimize_model(tiny.encoder())
     with pytest.raises(ValueError, match="inputs of a Encoder cannot be guessed"):
         unknown.kernl.warmup([(2, 3)], progress=False)
-    with pytest.raises(TypeError, match="inputs are a str"):
+    with pytest.raises(TypeError, match="shapes holds 'text'"):
         model.kernl.warmup(["text"], progress=False)
+
+
+def test_verify_says_when_a_model_cannot_run_in_float64() -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.float())
+
+    model = kernl.optimize_model(Casting())
+    with pytest.raises(ValueError, match="compares with the model in float64, which the Casting cannot run in"):
+        model.kernl.verify(torch.randn(2, 8), verbose=False)
+
+
+def test_always_on_the_cpu_says_why_it_cannot() -> None:
+    model = kernl.optimize_model(tiny.encoder(), cuda_graph="always")
+    with pytest.raises(CannotCapture, match="^cuda_graph=.always., but no CUDA graph can be captured: inputs are on"):
+        model(tiny.activations())
 
 
 def test_refresh_sees_attributes() -> None:

@@ -39,7 +39,12 @@ def test_usage_runs() -> None:
     config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     model = BertModel(config).eval()
     inputs = {"input_ids": torch.randint(0, 64, (2, 9))}
+
+    def tokenizer(texts: list[str], **options: object) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.ones(len(texts), max(map(len, texts)), dtype=torch.long)}
+
     names = {"kernl": kernl, "torch": torch, "model": model, "inputs": inputs}
+    names |= {"tokenizer": tokenizer, "texts": ["Call me Ishmael.", "Some years ago"]}
     code = "\n".join(
         line for line in BLOCKS[1].splitlines() if 'backend="kernl"' not in line
     )  # needs an installed package
