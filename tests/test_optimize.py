@@ -384,7 +384,7 @@ def test_verify_says_when_a_model_cannot_run_in_float64() -> None:
 
 def test_always_on_the_cpu_says_why_it_cannot() -> None:
     model = kernl.optimize_model(tiny.encoder(), cuda_graph="always")
-    with pytest.raises(CannotCapture, match="^cuda_graph=.always., but no CUDA graph can be captured: inputs are on"):
+    with pytest.raises(CannotCapture, match=r"^cuda_graph=.always., but no CUDA graph can be captured: inputs are on"):
         model(tiny.activations())
 
 

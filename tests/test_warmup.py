@@ -1,4 +1,4 @@
-"""What `model.kernl.warmup` makes of its argument. That it compiles and captures: test_optimize, test_pipeline_with_graphs."""
+"""What `model.kernl.warmup` makes of its argument; test_pipeline_with_graphs.py tests what it compiles and captures."""
 
 from __future__ import annotations
 
