@@ -29,7 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from kernl.graph import RewriteReport, canonicalize, default_registry, rewrite
+from kernl.graph.match import Refused
 from kernl.graph.memory import Storages, written_by
+from kernl.graph.tokens import TokenFlow, trace_tokens
 from kernl.ops.common import ahead_of, compile_ahead
 from kernl.options import Options
 from kernl.report import GraphReport, Report, reason_of, warn_once
@@ -89,7 +91,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         refuse_what_cannot_run(inputs)
         note_what_stays_plain(inputs, report)
         inputs.mutated = written_inputs(gm)
-        entry.rewriting = rewrite_graph(gm, options)
+        entry.rewriting = rewrite_graph(gm, options, inputs)
         function, entry.lowering = lower(gm, example_inputs, inputs, options)
         function = with_kernels_ahead(function, gm, example_inputs, inputs, entry)
         if options.deterministic:
@@ -111,6 +113,7 @@ class Inputs:
     mutated: positions the graph writes to.
     needs_grad: whether autograd will record the graph. needs_tracing: whether it would do so wrongly (`has_regions`).
     devices: where the tensors are. dtypes: theirs. symbolic: whether sizes are symbols.
+    tokens: how padding of sequences would show, or why that is not known; None when nobody has asked.
     """
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -126,6 +129,7 @@ class Inputs:
         )
         self.kinds = {position: kind_of(example_inputs[position]) for position in self.fixed}
         self.mutated: frozenset[int] = frozenset()
+        self.tokens: TokenFlow | str | None = None
         self.needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         self.devices = sorted({str(tensor.device) for tensor in tensors})
         self.dtypes = frozenset(tensor.dtype for tensor in tensors)
@@ -239,9 +243,28 @@ def note_what_stays_plain(inputs: Inputs, report: Report) -> None:
         report.note(f"all ops on bfloat16 run PyTorch's kernels: {which}")
 
 
-def rewrite_graph(gm: GraphModule, options: Options) -> RewriteReport:
-    """Bring the graph to one spelling, then let the patterns replace what they recognise."""
+def token_flow(gm: GraphModule, inputs: Inputs, options: Options) -> TokenFlow | str | None:
+    """Where the tokens go, for `Options.buckets`; the reason when a sequence cannot be padded."""
+    if options.buckets == "off":
+        return None
+    try:
+        return trace_tokens(gm, inputs.fixed)
+    except Refused as refused:
+        return refused.reason
+    except Exception as error:
+        if options.strict:
+            raise
+        return f"error: {reason_of(error)}"
+
+
+def rewrite_graph(gm: GraphModule, options: Options, inputs: Inputs | None = None) -> RewriteReport:
+    """Bring the graph to one spelling, then let the patterns replace what they recognise.
+
+    inputs: of the graph; in between, they get the flow of its tokens.
+    """
     canonical = canonicalize(gm)
+    if inputs is not None:
+        inputs.tokens = token_flow(gm, inputs, options)
     report = rewrite(gm, without=options.patterns_disabled, strict=options.strict)
     report.canonical = canonical
     gm.recompile()

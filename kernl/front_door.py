@@ -43,6 +43,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch.utils._device import DeviceContext
 
 from kernl.backend import CannotCapture, CompiledGraph, WeightsChanged, compile_graph, source_name
+from kernl.buckets import Buckets
 from kernl.dynamo_settings import ONE_CAN_BE_A_SIZE, dynamo_settings, has_length_1
 from kernl.model_state import ModelState
 from kernl.options import Options
@@ -176,6 +177,23 @@ class Plan:
         self.inference = _is_inference()
         self._modes = active_function_modes()
         self._world = GlobalStateGuard()
+
+    @property
+    def graph(self) -> CompiledGraph:
+        return self._graph
+
+    @property
+    def slots(self) -> tuple[tuple[int, int], ...]:
+        return self._slots
+
+    @property
+    def build(self) -> Build:
+        return self._build
+
+    def for_sizes(self, numbers: Mapping[int, int]) -> Plan:
+        """The plan of a call of other sizes; numbers: the graph's inputs that are sizes. It serves bare outputs."""
+        template = [numbers.get(position, value) for position, value in enumerate(self._template)]
+        return Plan(self._graph, template, self._slots, lambda outputs, tensors: outputs)
 
     def fits(self) -> bool:
         """Whether torch's global state is the one the plan was learnt under."""
@@ -341,6 +359,7 @@ class Book:
         self.state: Any = state
         self.plans: dict[tuple[Any, ...], list[Plan]] = {}
         self.lessons: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        self.kinds: dict[Any, Any] = {}  # what `kernl.buckets` has learnt of calls whatever their sizes
 
 
 class FrontDoor:
@@ -357,6 +376,7 @@ class FrontDoor:
         self.graphs: list[CompiledGraph] = []
         self._names = _positional_names(plain)
         self._class_name = type(model).__name__
+        self._buckets = None if options.buckets == "off" else Buckets(options, report.padding, self._names)
         self._lock = threading.Lock()
         self.open()
         # TorchDynamo's side of the door refers back to it; without this, weights in plans would wait for the collector.
@@ -423,7 +443,32 @@ class FrontDoor:
                         return result
             return door.through_guards(model, args, kwargs, call)
 
-        return forward
+        buckets = self._buckets
+        if buckets is None:
+            return forward
+
+        def padded_forward(*args: Any, **kwargs: Any) -> Any:
+            model = find_model()
+            if model is None or _is_compiling() or _jit_tracing_state() is not None or disabled_here.get():
+                return forward(*args, **kwargs)
+            return buckets.call(door, model, *door._by_name(args, kwargs), forward)
+
+        return padded_forward
+
+    def plan_of(self, signature: tuple[Any, ...]) -> Plan | None:
+        """The plan by which a call of this signature would be served now."""
+        return next((plan for plan in self.book.plans.get(signature, ()) if plan.fits()), None)
+
+    def run(self, plan: Plan, tensors: Sequence[Tensor], book: Book, model: nn.Module) -> Any:
+        """What a plan of this book serves; None when the model is not as the book has it."""
+        try:
+            served = plan.serve(tensors, book.state, model)
+        except WeightsChanged:
+            return None
+        if served is NOT_SERVED:
+            return None
+        self.report.calls.direct += 1
+        return served
 
     def through_guards(
         self,

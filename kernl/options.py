@@ -17,6 +17,7 @@ from typing import Any, Literal
 Lowering = Literal["auto", "eager", "inductor"]
 CudaGraph = Literal["auto", "always", "never"]
 Guards = Literal["fast", "full"]
+Buckets = Literal["off", "powers", "auto"] | tuple[int, ...]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "lowering": ("auto", "eager", "inductor"),
@@ -54,6 +55,14 @@ class Options:
         (with a warning). TorchDynamo's own limit is 8, too few for batch 1, length 1, gradient modes and optional
         arguments.
 
+    buckets: pad sequences on the right to a few lengths, so that few CUDA graphs serve many; results are those without
+        padding. "powers": powers of two from 16 up (and the model's maximum); a tuple of lengths: these, e.g.
+        (32, 64, 128); "auto": learnt from the lengths seen, as few as go with at most 1.25 tokens run for each true
+        one over all calls so far (`kernl.buckets.Learnt`). It happens where the compiled graph shows that tokens meet
+        in attention under an attention mask only, up to the model's maximum of positions; otherwise, and for lengths
+        above every bucket, calls run as they are and the report says why. Needs `guards="fast"` and symbolic sizes.
+        Only `optimize_model` pads. "off": no padding.
+
     Raises TypeError or ValueError naming the option, what was given and what is accepted.
     """
 
@@ -67,6 +76,7 @@ class Options:
     guards: Guards = "fast"
     dynamic: bool | None = None
     recompile_limit: int = 128
+    buckets: Buckets = "off"
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
@@ -86,6 +96,10 @@ class Options:
             if value < 1:
                 raise ValueError(f"option {name}={value!r}: accepted are numbers from 1 up")
         object.__setattr__(self, "patterns_disabled", _names(self.patterns_disabled))
+        object.__setattr__(self, "buckets", _buckets(self.buckets))
+        if self.buckets != "off" and (self.guards == "full" or self.dynamic is False):
+            other = 'guards="full"' if self.guards == "full" else "dynamic=False"
+            raise ValueError(f"option buckets={self.buckets!r} with {other}: accepted is 'off' there")
 
     @classmethod
     def from_kwargs(cls, given: Mapping[str, Any] | None = None, /, **kwargs: Any) -> Options:
@@ -138,3 +152,19 @@ def _names(value: Any) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"option patterns_disabled={value!r}: accepted are names of patterns, e.g. ('attention',)")
     return names
+
+
+def _buckets(value: Any) -> Buckets:
+    names = ("off", "powers", "auto")
+    accepted = f"{_listed(names)} or lengths, e.g. (32, 64, 128)"
+    if isinstance(value, str):
+        if value not in names:
+            raise ValueError(f"option buckets={value!r}: accepted are {accepted}{closest(value, names)}")
+        return value  # type: ignore[return-value]
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"option buckets={value!r}: accepted are {accepted}")
+    if not all(isinstance(length, int) and not isinstance(length, bool) for length in value):
+        raise TypeError(f"option buckets={value!r}: accepted lengths are whole numbers")
+    if not value or min(value) < 1:
+        raise ValueError(f"option buckets={value!r}: accepted are lengths from 1 up, at least one")
+    return tuple(sorted(set(value)))

@@ -123,6 +123,37 @@ class CallCounts:
         return {**dataclasses.asdict(self), "closed": dict(self.closed)}
 
 
+@dataclass
+class PaddingCounts:
+    """Calls padded to a bucket (`Options.buckets`), and why others were not.
+
+    calls: padded, or of a bucket's very length. true_tokens: batch times length of these, as called; padded_tokens:
+    as run. buckets: length -> calls. unpadded: reason -> calls.
+    """
+
+    calls: int = 0
+    true_tokens: int = 0
+    padded_tokens: int = 0
+    buckets: Counter[int] = field(default_factory=Counter)
+    unpadded: Counter[str] = field(default_factory=Counter)
+
+    def add(self, true_tokens: int, padded_tokens: int, bucket: int) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.true_tokens += true_tokens
+        self.padded_tokens += padded_tokens
+        self.buckets[bucket] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "buckets": dict(self.buckets), "unpadded": dict(self.unpadded)}
+
+    def __str__(self) -> str:
+        waste = f" ({self.padded_tokens / self.true_tokens:.2f} for each)" if self.true_tokens else ""
+        used = ", ".join(f"{length} ({calls} calls)" for length, calls in sorted(self.buckets.items())) or "none"
+        tokens = f"{self.true_tokens} true tokens, {self.padded_tokens} run{waste}"
+        return f"{self.calls} calls padded: {tokens}; buckets: {used}"
+
+
 class Report:
     """Everything known about one optimised model (or about all graphs of `torch.compile(backend="kernl")`)."""
 
@@ -131,6 +162,7 @@ class Report:
         self.options = options or Options()
         self.graphs: list[GraphReport] = []
         self.calls = CallCounts()
+        self.padding = PaddingCounts()
         self.notes: Counter[str] = Counter()
         self.gpu_time: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -180,6 +212,7 @@ class Report:
             "implementations": [dataclasses.asdict(choice) for choice in tuning.choices()],
             "gpu_time_us": dict(self.gpu_time),
             "calls": self.calls.as_dict(),
+            "padding": self.padding.as_dict(),
             "notes": dict(self.notes),
         }
 
@@ -248,6 +281,11 @@ class Report:
         if calls.closed:
             closed = [(count, reason) for reason, count in calls.closed.most_common(_MAX_REASONS)]
             yield "front door closed", _table(closed, ["times", "because"], style)
+        if self.options.buckets != "off":
+            yield "padding to buckets", str(self.padding)
+            unpadded = [(count, reason) for reason, count in self.padding.unpadded.most_common(_MAX_REASONS)]
+            if unpadded:
+                yield "calls not padded", _table(unpadded, ["times", "because"], style)
         if self.notes:
             yield (
                 "notes",

@@ -36,8 +36,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernl.model_state": (),
     "kernl.signature": (),
     "kernl.dynamo_settings": ("kernl.options",),
+    "kernl.buckets": ("kernl.graph", "kernl.options", "kernl.report", "kernl.signature"),
     "kernl.front_door": (
         "kernl.backend",
+        "kernl.buckets",
         "kernl.dynamo_settings",
         "kernl.model_state",
         "kernl.options",
@@ -46,6 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kernl.signature",
     ),
     "kernl.warmup": (),
+    "kernl.hf_attention": ("kernl.ops", "kernl.report"),
     "kernl.handle": ("kernl.front_door", "kernl.options", "kernl.report", "kernl.testing", "kernl.warmup"),
     "kernl.optimize": ("kernl.backend", "kernl.front_door", "kernl.handle", "kernl.options", "kernl.report"),
 }
