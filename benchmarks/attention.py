@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Results, check_result, floors, write_tuning_table
 from kernl.ops.attention import implementations, reference_attention
+from kernl.ops.attention_common import Scoring
 from kernl.runtime import tuning
 
 _SHAPES = " ".join(
@@ -100,16 +101,8 @@ class Problem:
         return int(self.key_padding.sum())
 
     def implementations(self) -> tuple[dict[str, Callable[[], Any]], tuple[Any, ...], str]:
-        runs, problem, default = implementations(
-            self.query,
-            self.key,
-            self.value,
-            self.attn_mask,
-            self.key_padding,
-            self.scale,
-            self.shape.is_causal,
-            "zero",
-        )
+        scoring = Scoring.of_op(self.attn_mask, self.key_padding, self.scale, self.shape.is_causal, "zero")
+        runs, problem, default = implementations(self.query, self.key, self.value, scoring)
         return dict(runs), problem, default
 
     def sdpa(self, backend: SDPBackend) -> torch.Tensor:

@@ -25,6 +25,7 @@ _HOMES = {
     "disabled": "kernl.optimize",
     "Options": "kernl.options",
     "KernlWarning": "kernl.report",
+    "register_attention": "kernl.hf_attention",
     "register_pattern": "kernl.graph",
     "ops": "kernl.ops",
 }
@@ -32,6 +33,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from kernl import ops as ops
     from kernl.graph import register_pattern as register_pattern
+    from kernl.hf_attention import register_attention as register_attention
     from kernl.optimize import disabled as disabled
     from kernl.optimize import optimize_model as optimize_model
     from kernl.optimize import restore_model as restore_model
@@ -45,6 +47,7 @@ __all__ = [
     "disabled",
     "ops",
     "optimize_model",
+    "register_attention",
     "register_pattern",
     "restore_model",
 ]

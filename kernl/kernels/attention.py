@@ -2,7 +2,8 @@
 
 For one batch row, one head and one query i, with the visible keys j in N(i):
 
-    s_ij   = scale * <q_i, k_j> + bias_ij                 bias: a float attn_mask
+    s_ij   = cap(scale * <q_i, k_j>) + bias_ij            cap(x) = c tanh(x / c), or x
+    bias   = attn_mask_ij - slope |d| + table[d]          d = j - (i + q_offset), how far the key is from the query
     lse_i  = log sum_{j in N(i)} exp(s_ij)                natural logarithm, float32
     out_i  = sum_{j in N(i)} exp(s_ij - lse_i) v_j
 
@@ -26,13 +27,22 @@ Which tiles are visited
     A padding row with holes sends all its tiles through the second loop. No load depends on a branch, so both loops
     stay software-pipelined.
 
+    A window (keys from `left` before a query to `right` after it; causal: right = 0) bounds the range at both ends by
+    the first and the last query of the program, and the full tiles by the other way round.
+
+What depends on the distance
+    ALiBi (Press et al. 2022) is arithmetic on d. T5's bias (Raffel et al. 2020) is the same for all |d| beyond some
+    reach, so each head has a table of 2 * reach + 1 numbers, read per element and found in L1: no [seqlen_q, seqlen_k]
+    bias exists. Where q_offset lies in memory, a replayed CUDA graph sees its value of now.
+
 Corners
     A hidden key's value is never read: NaN there cannot leak. (A value hidden by attn_mask alone is multiplied by zero,
     as in PyTorch.) A query that sees no key gets output 0 and lse -inf (HIDDEN_ROWS_MEAN false), or the mean over all
     values and lse = float32's lowest number (true): what arithmetic with `finfo.min` in place of -inf gives, since
     finfo.min + s rounds to finfo.min for every key and then cancels. Such queries cost one more pass over V, in their
     programs only.
-    A float attn_mask keeps its natural units up to the subtraction of the maximum: finfo.min * log2(e) would overflow.
+    Scores to which something is added keep their natural units up to the subtraction of the maximum: finfo.min times
+    log2(e) would overflow.
 
 Bytes and flops
     flops   2 * batch * heads * seqlen_q * seqlen_k * (head_dim + value_dim)           (half of it when causal)
@@ -53,6 +63,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernl.kernels.activation import tanh
 from kernl.kernels.common import (
     TRITON_TYPES,
     AotCase,
@@ -141,7 +152,7 @@ def _visible_range(key_padding, stride_n, seqlen_k, KEY_PADDING: tl.constexpr, S
 @triton.jit
 def _attend(
     output,  # [BLOCK_M, BLOCK_DV] float32, unnormalised
-    row_max,  # [BLOCK_M] float32; in powers of two, or natural with a float mask
+    row_max,  # [BLOCK_M] float32; in powers of two, or natural where something is added to the scores
     row_sum,  # [BLOCK_M] float32
     query,  # [BLOCK_M, BLOCK_D]
     key,
@@ -162,9 +173,16 @@ def _attend(
     start_n,
     first,
     end,
-    query_rows,  # [BLOCK_M] positions of the queries
+    query_rows,  # [BLOCK_M] numbers of the queries
+    positions,  # [BLOCK_M] of the queries among the keys
+    right,
+    left,
     seqlen_q,
     scale,
+    softcap,
+    slope,
+    distance_bias,
+    reach,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -175,7 +193,11 @@ def _attend(
     MASK_PER_QUERY: tl.constexpr,
     MASK_ALIGNMENT: tl.constexpr,
     KEY_PADDING: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    DISTANCE_BIAS: tl.constexpr,
     TEST_KEYS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -184,8 +206,10 @@ def _attend(
 ):
     """One step of the online softmax: the keys [start_n, start_n + BLOCK_N).
 
-    TEST_KEYS is false for a tile all of whose keys are in range, unpadded and not above the diagonal.
+    TEST_KEYS is false for a tile all of whose keys are in range, unpadded and inside the window of every query.
     """
+    # With anything that is added to the scores or done to them they keep their natural units (see "Corners").
+    NATURAL: tl.constexpr = ATTN_MASK == FLOAT or SOFTCAP or ALIBI or DISTANCE_BIAS
     offsets = tl.arange(0, BLOCK_N)
     keys = start_n + offsets  # [BLOCK_N]
     # Keys and mask are loaded for all keys that exist, so that no load waits for the padding; values are not.
@@ -226,8 +250,20 @@ def _attend(
     scores = tl.dot(query, tl.trans(key_tile), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
 
     visible = unpadded[None, :]  # [1 or BLOCK_M, BLOCK_N]
-    if IS_CAUSAL:
-        visible = visible & (keys[None, :] <= query_rows[:, None])
+    if HAS_RIGHT:
+        visible = visible & (keys[None, :] <= (positions + right)[:, None])
+    if HAS_LEFT:
+        visible = visible & (keys[None, :] >= (positions - left)[:, None])
+    if NATURAL:
+        scores = scores * scale
+    if SOFTCAP:
+        scores = softcap * tanh(scores / softcap)
+    if ALIBI or DISTANCE_BIAS:
+        distance = keys[None, :] - positions[:, None]  # [BLOCK_M, BLOCK_N]
+        if ALIBI:
+            scores -= slope * tl.abs(distance).to(tl.float32)
+        if DISTANCE_BIAS:
+            scores += tl.load(distance_bias + (tl.minimum(tl.maximum(distance, -reach), reach) + reach))
     if ATTN_MASK != ABSENT:
         # attn_mask points at (batch, head, 0, 0). One row serves all queries when it does not depend on them. Rows past
         # the last query read the last one's mask: nobody looks at their result, and the load needs no test.
@@ -242,13 +278,13 @@ def _attend(
         else:
             mask_tile = tl.load(mask_pointers)  # [1 or BLOCK_M, BLOCK_N]
         if ATTN_MASK == FLOAT:
-            scores = scores * scale + to_compute(mask_tile).to(tl.float32)
+            scores += to_compute(mask_tile).to(tl.float32)
         else:
             visible = visible & (mask_tile != 0)
     if TEST_KEYS or ATTN_MASK == BOOL:
         scores = tl.where(visible, scores, float("-inf"))
 
-    if ATTN_MASK == FLOAT:
+    if NATURAL:
         new_max = tl.maximum(row_max, tl.max(scores, 1))
     else:
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -257,7 +293,7 @@ def _attend(
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     else:
         shift = new_max
-    if ATTN_MASK == FLOAT:
+    if NATURAL:
         probabilities = tl.exp2((scores - shift[:, None]) * LOG2E)  # [BLOCK_M, BLOCK_N]
         decay = tl.exp2((row_max - shift) * LOG2E)
     else:
@@ -301,6 +337,11 @@ def _attend(
         "mask_stride_h",
         "mask_stride_m",
         "padding_stride_b",
+        "alibi_stride_b",
+        "right",
+        "left",
+        "q_offset",
+        "reach",
     ]
 )
 def kernl_attention_forward(
@@ -311,6 +352,9 @@ def kernl_attention_forward(
     value_tiles,
     attn_mask,
     key_padding,
+    alibi_slopes,
+    distance_bias,
+    q_offset,
     output,
     logsumexp,
     query_stride_b,
@@ -331,11 +375,16 @@ def kernl_attention_forward(
     mask_stride_n,
     padding_stride_b,
     padding_stride_n,
+    alibi_stride_b,
     heads,
     group,
     seqlen_q,
     seqlen_k,
+    right,
+    left,
+    reach,
     scale,
+    softcap,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -347,7 +396,12 @@ def kernl_attention_forward(
     MASK_ALIGNMENT: tl.constexpr,
     KEY_PADDING: tl.constexpr,
     SCAN_PADDING: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    OFFSET_IN_MEMORY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    DISTANCE_BIAS: tl.constexpr,
     HIDDEN_ROWS_MEAN: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
@@ -358,11 +412,12 @@ def kernl_attention_forward(
     wait_for_previous_kernel(USE_PDL)
     let_next_kernel_start(USE_PDL)
 
+    NATURAL: tl.constexpr = ATTN_MASK == FLOAT or SOFTCAP or ALIBI or DISTANCE_BIAS
     # Programs of one head are neighbours, so that its keys and values are read from L2. Causal: longest ones first.
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)
     block_m = program % blocks_m
-    if IS_CAUSAL:
+    if HAS_RIGHT:
         block_m = blocks_m - 1 - block_m
     batch_head = program // blocks_m
     batch = batch_head // heads
@@ -392,9 +447,15 @@ def kernl_attention_forward(
         attn_mask += mask_offset
     if KEY_PADDING != ABSENT:
         key_padding += batch64 * padding_stride_b
+    slope = tl.load(alibi_slopes + batch64 * alibi_stride_b + head) if ALIBI else 0.0
+    if DISTANCE_BIAS:
+        distance_bias += head64 * (2 * reach + 1)
+    # The position of query 0 among the keys: a number, or a place in memory that a replayed graph reads anew.
+    offset = tl.load(q_offset).to(tl.int32) if OFFSET_IN_MEMORY else q_offset
 
     offsets_m = tl.arange(0, BLOCK_M)
     query_rows = start_m + offsets_m  # [BLOCK_M]
+    positions = query_rows + offset  # [BLOCK_M]
     query_tile = _load_rows(
         query,
         offsets_m.to(tl.int64) if WIDE_OFFSETS else offsets_m,
@@ -409,12 +470,17 @@ def kernl_attention_forward(
 
     # [first, end): keys some query of this program may see. [full_start, full_end): tiles where all see all keys.
     first, end, gapless = _visible_range(key_padding, padding_stride_n, seqlen_k, KEY_PADDING, SCAN_PADDING)
+    last_m = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1
     full_end = end // BLOCK_N * BLOCK_N
-    if IS_CAUSAL:
-        end = tl.minimum(end, tl.minimum(start_m + BLOCK_M, seqlen_q))
-        full_end = tl.minimum(full_end, (start_m + 1) // BLOCK_N * BLOCK_N)
+    if HAS_RIGHT:
+        end = tl.minimum(end, tl.maximum(last_m + offset + right + 1, 0))
+        full_end = tl.minimum(full_end, tl.maximum(start_m + offset + right + 1, 0) // BLOCK_N * BLOCK_N)
+    full_first = first
+    if HAS_LEFT:
+        first = tl.minimum(tl.maximum(first, start_m + offset - left), end)
+        full_first = tl.maximum(first, last_m + offset - left)
     tiles_start = first // BLOCK_N * BLOCK_N
-    full_start = tl.minimum(tl.cdiv(first, BLOCK_N), tl.cdiv(end, BLOCK_N)) * BLOCK_N
+    full_start = tl.minimum(tl.cdiv(full_first, BLOCK_N), tl.cdiv(end, BLOCK_N)) * BLOCK_N
     full_end = tl.maximum(full_end, full_start)
     if KEY_PADDING == BOOL:
         full_start = tl.where(gapless, full_start, tiles_start)
@@ -458,8 +524,15 @@ def kernl_attention_forward(
                 first,
                 end,
                 query_rows,
+                positions,
+                right,
+                left,
                 seqlen_q,
                 scale,
+                softcap,
+                slope,
+                distance_bias,
+                reach,
                 BLOCK_M,
                 BLOCK_N,
                 HEAD_DIM,
@@ -470,7 +543,11 @@ def kernl_attention_forward(
                 MASK_PER_QUERY,
                 MASK_ALIGNMENT,
                 KEY_PADDING,
-                IS_CAUSAL,
+                HAS_RIGHT,
+                HAS_LEFT,
+                SOFTCAP,
+                ALIBI,
+                DISTANCE_BIAS,
                 TEST_KEYS,
                 ALIGNMENT,
                 USE_TMA,
@@ -481,7 +558,7 @@ def kernl_attention_forward(
     # NaN scores leave a NaN sum, not 0: they are no hidden rows, and come out as NaN.
     is_hidden = row_sum == 0.0
     row_sum = tl.where(is_hidden, 1.0, row_sum)
-    if ATTN_MASK == FLOAT:
+    if NATURAL:
         row_logsumexp = row_max + tl.log2(row_sum) * LN2
     else:
         row_logsumexp = (row_max + tl.log2(row_sum)) * LN2
@@ -597,6 +674,12 @@ _MASK = {
     128: _tilings("64 32 8 2", "16 16 4 2"),
     256: _tilings("32 32 8 1"),
 }
+# So does what depends on positions.
+_POSITIONS = {
+    64: _tilings("64 32 8 2", "16 32 4 2"),
+    128: _tilings("64 32 8 2", "16 32 4 2"),
+    256: _tilings("32 32 8 1"),
+}
 _HOPPER_MASK = {
     64: _tilings("64 32 8 2 tma", "64 32 8 2", "16 16 4 2"),
     128: _tilings("64 32 8 2", "16 32 4 2"),
@@ -623,12 +706,20 @@ _INTERPRETED = (Configuration(64, 64, 4, 1),)
 
 
 def configurations(
-    arch: int, dtype: torch.dtype, head_dim: int, value_dim: int, *, input_precision: str, mask_alignment: int = 0
+    arch: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    *,
+    input_precision: str,
+    mask_alignment: int = 0,
+    by_position: bool = False,
 ) -> tuple[Configuration, ...]:
     """The tilings worth trying on sm_`arch`, those with many queries a program first; none where nothing fits.
 
     input_precision: "tf32" or "ieee", for float32. mask_alignment: 0 without attn_mask, else that of its rows (see
-    `alignment_of`); more than 1 too when one row serves all queries.
+    `alignment_of`); more than 1 too when one row serves all queries. by_position: with a softcap, or anything in
+    `Positions` but causality from the top left.
     """
     if arch == 0:
         return _INTERPRETED
@@ -636,6 +727,8 @@ def configurations(
     if dtype == torch.float32:
         return (_IEEE if input_precision == "ieee" else _TF32)[width]
     is_hopper = arch // 10 == 9
+    if by_position:
+        return (_HOPPER_MASK if is_hopper else _POSITIONS)[width]
     if mask_alignment == 0:
         return (_HOPPER if is_hopper else _BLACKWELL if arch >= 100 else _AMPERE)[width]
     if is_hopper:
@@ -698,6 +791,48 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescript
     return TensorDescriptor(tensor, list(tensor.shape), [*strides[:-1], 1], [1, 1, rows, columns])
 
 
+@dataclass(frozen=True)
+class Positions:
+    """What depends on where a query and a key stand, besides the masks.
+
+    The query i is at position i + q_offset among the keys. It sees the keys from `left` before it to `right` after it;
+    None: all on that side. q_offset: a number, or a tensor of one integer on the device, read when the kernel runs.
+    alibi_slopes: float32 [heads] or [batch, heads]: slope * |distance| is subtracted from the score.
+    distance_bias: float32 [heads, 2 * reach + 1], contiguous: added to the score of a key at distance
+    d = key - position, at index reach + d, where d is clamped to [-reach, reach].
+    """
+
+    left: int | None = None
+    right: int | None = None
+    q_offset: int | torch.Tensor = 0
+    alibi_slopes: torch.Tensor | None = None
+    distance_bias: torch.Tensor | None = None
+
+    @property
+    def may_be_offset(self) -> bool:
+        return isinstance(self.q_offset, (torch.Tensor, torch.SymInt)) or self.q_offset != 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing, or causality from the top left."""
+        return (
+            self.left is None
+            and (self.right is None or self.right == 0)
+            and not self.may_be_offset
+            and self.alibi_slopes is None
+            and self.distance_bias is None
+        )
+
+    @property
+    def can_hide_a_row(self) -> bool:
+        """Whether a query may see no key at all. A causal one at an offset of 0 or more sees at least the first."""
+        before_the_keys = isinstance(self.q_offset, torch.Tensor) or self.q_offset < 0
+        return self.left is not None or (self.right is not None and (before_the_keys or self.right < 0))
+
+
+ANYWHERE = Positions()
+
+
 def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -708,7 +843,8 @@ def attention_forward(
     logsumexp: torch.Tensor,
     *,
     scale: float,
-    is_causal: bool,
+    positions: Positions,
+    softcap: float,
     hidden_rows: str,
     configuration: Configuration,
     input_precision: str,
@@ -720,7 +856,7 @@ def attention_forward(
     seqlen_k, value_dim], of one type and any strides; seqlens at least 1. attn_mask bool or float, already expanded
     (strides 0) to [batch, heads, seqlen_q, seqlen_k]. key_padding bool [batch, seqlen_k] or int32 lengths [batch].
     output [batch, heads, seqlen_q, value_dim], contiguous as [batch, seqlen_q, heads, value_dim]. logsumexp float32
-    [batch, heads, seqlen_q], contiguous. scale is positive.
+    [batch, heads, seqlen_q], contiguous. scale is positive. softcap: c tanh(score / c) in place of the score, if not 0.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     key_heads, seqlen_k, value_dim = key.shape[1], key.shape[2], value.shape[3]
@@ -730,6 +866,9 @@ def attention_forward(
     all_strides = [stride for tensor in (query, key, value) for stride in _strides(tensor)]
     uses_tma = configuration.uses_tma and supports_tma(key) and supports_tma(value)
     block_d, block_dv = block_of(head_dim), block_of(value_dim)
+    slopes, by_distance = positions.alibi_slopes, positions.distance_bias
+    natural = _mask_kind(attn_mask) == FLOAT.value or softcap != 0 or slopes is not None or by_distance is not None
+    can_hide = attn_mask is not None or key_padding is not None or positions.can_hide_a_row
     count_launch("attention_forward")
     kernl_attention_forward[(triton.cdiv(seqlen_q, block_m) * batch * heads,)](
         query,
@@ -739,16 +878,24 @@ def attention_forward(
         _descriptor(value, block_n, block_dv) if uses_tma else None,
         attn_mask,
         key_padding,
+        slopes,
+        by_distance,
+        positions.q_offset,
         output,
         logsumexp,
         *all_strides,
         *mask_strides,
         *padding_strides,
+        heads if slopes is not None and slopes.dim() == 2 else 0,
         heads,
         heads // key_heads,
         seqlen_q,
         seqlen_k,
-        scale if _mask_kind(attn_mask) == FLOAT.value else scale * LOG2E.value,
+        positions.right or 0,
+        positions.left or 0,
+        0 if by_distance is None else by_distance.shape[1] // 2,
+        scale if natural else scale * LOG2E.value,
+        softcap,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         BLOCK_D=block_d,
@@ -760,8 +907,13 @@ def attention_forward(
         MASK_ALIGNMENT=1 if attn_mask is None else alignment_of(attn_mask),
         KEY_PADDING=_padding_kind(key_padding),
         SCAN_PADDING=_padding_kind(key_padding) == BOOL.value and seqlen_k > 2 * block_n,
-        IS_CAUSAL=is_causal,
-        HIDDEN_ROWS_MEAN=hidden_rows == "mean" and (attn_mask is not None or key_padding is not None),
+        HAS_RIGHT=positions.right is not None,
+        HAS_LEFT=positions.left is not None,
+        OFFSET_IN_MEMORY=isinstance(positions.q_offset, torch.Tensor),
+        SOFTCAP=softcap != 0,
+        ALIBI=slopes is not None,
+        DISTANCE_BIAS=by_distance is not None,
+        HIDDEN_ROWS_MEAN=hidden_rows == "mean" and can_hide,
         ALIGNMENT=alignment_of(query, key, value),
         WIDE_OFFSETS=max(*all_strides, *mask_strides) >= 2**23,
         USE_TMA=uses_tma,
@@ -799,10 +951,14 @@ def aot_case(
     mask_alignment: int = 1,
     key_padding: torch.dtype | None = None,
     is_causal: bool = False,
+    positional: bool = False,
     hidden_rows: str = "zero",
     input_precision: str = "ieee",
 ) -> AotCase:
-    """The compilation that `attention_forward` triggers for operands contiguous as [batch, seqlen, heads, dim]."""
+    """The compilation that `attention_forward` triggers for operands contiguous as [batch, seqlen, heads, dim].
+
+    positional: with all that depends on positions (window, ALiBi, bias by distance, offset in memory), and a softcap.
+    """
     value_dim = head_dim if value_dim is None else value_dim
     element = TRITON_TYPES[dtype]
     block_d, block_dv = block_of(head_dim), block_of(value_dim)
@@ -827,7 +983,12 @@ def aot_case(
             ABSENT.value if key_padding is None else BOOL.value if key_padding == torch.bool else LENGTHS.value
         ),
         "SCAN_PADDING": True,
-        "IS_CAUSAL": is_causal,
+        "HAS_RIGHT": is_causal or positional,
+        "HAS_LEFT": positional,
+        "OFFSET_IN_MEMORY": positional,
+        "SOFTCAP": positional,
+        "ALIBI": positional,
+        "DISTANCE_BIAS": positional,
         "HIDDEN_ROWS_MEAN": hidden_rows == "mean",
         "ALIGNMENT": unit if head_dim % unit == value_dim % unit == 0 else 1,
         "WIDE_OFFSETS": False,
@@ -836,7 +997,11 @@ def aot_case(
         "USE_PDL": arch >= 90,
     }
     signature = dict.fromkeys(("query", "key", "value", "output"), f"*{element}")
-    signature |= {"logsumexp": "*fp32", "scale": "fp32"}
+    signature |= {"logsumexp": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    if positional:
+        signature |= {"alibi_slopes": "*fp32", "distance_bias": "*fp32", "q_offset": "*i64"}
+    else:
+        constexprs |= {"alibi_slopes": None, "distance_bias": None}
     for argument, kind in (("attn_mask", attn_mask), ("key_padding", key_padding)):
         if kind is None:
             constexprs[argument] = None
@@ -877,20 +1042,31 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
         features: dict[str, dict[str, Any]],
         precision: str = "ieee",
         alignment: int = 0,
+        by_position: bool = False,
     ) -> Iterator[AotCase]:
         kind = names[dtype] + ("-tf32" if precision == "tf32" else "")
-        offered = configurations(arch, dtype, head_dim, head_dim, input_precision=precision, mask_alignment=alignment)
+        offered = configurations(
+            arch,
+            dtype,
+            head_dim,
+            head_dim,
+            input_precision=precision,
+            mask_alignment=alignment,
+            by_position=by_position,
+        )
         for configuration in offered:
             for feature, arguments in features.items():
                 name = f"attention-{kind}-D{head_dim}-{feature}-{configuration.name}"
                 options = {"input_precision": precision, "mask_alignment": max(1, alignment), **arguments}
                 yield aot_case(name, arch, configuration, dtype, head_dim, **options)
 
+    positional = {"positional": {"positional": True, **padded}}
     plain: dict[str, dict[str, Any]] = {"plain": {}, "padded": padded}
     biased = {"bias": {"attn_mask": torch.float32, **padded}}
     for head_dim in (64, 128, 256):
         yield from cases(torch.float16, head_dim, plain)
         yield from cases(torch.float16, head_dim, {"mask": {"attn_mask": torch.bool, **padded}}, alignment=1)
+        yield from cases(torch.float16, head_dim, positional, by_position=True)
         yield from cases(torch.float32, head_dim, biased, "tf32")
         yield from cases(torch.float32, head_dim, biased, "ieee")
     if arch // 10 == 9:

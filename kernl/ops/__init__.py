@@ -14,5 +14,14 @@ from kernl.ops.attention import attention
 from kernl.ops.embedding import embedding_sum
 from kernl.ops.linear import linear, merged_linear
 from kernl.ops.norm import add_layer_norm, layer_norm
+from kernl.ops.relative_position import RelativePositionBias
 
-__all__ = ["add_layer_norm", "attention", "embedding_sum", "layer_norm", "linear", "merged_linear"]
+__all__ = [
+    "RelativePositionBias",
+    "add_layer_norm",
+    "attention",
+    "embedding_sum",
+    "layer_norm",
+    "linear",
+    "merged_linear",
+]

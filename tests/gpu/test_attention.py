@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kernl.ops.attention import attention, implementations, reference_attention
+from kernl.ops.attention_common import Scoring
 from kernl.testing import assert_within_budget, poisoned
 from tests.conftest import KernelRun
 
@@ -96,7 +97,8 @@ def test_every_implementation_on_offer(rng: torch.Generator, head_dim: int, mask
     key_padding = padding(rng, 2, 300) if masking == "padding" else None
     attn_mask = torch.rand(2, 1, 300, 300, generator=rng).to("cuda") > 0.3 if masking == "mask" else None
     scale, is_causal = 1 / math.sqrt(head_dim), masking == "causal"
-    runs, _, default = implementations(query, key, value, attn_mask, key_padding, scale, is_causal, "zero")
+    scoring = Scoring.of_op(attn_mask, key_padding, scale, is_causal, "zero")
+    runs, _, default = implementations(query, key, value, scoring)
     assert default in runs
     visible = attn_mask
     if key_padding is not None:

@@ -20,6 +20,7 @@ from tests.conftest import KernelRun
 
 # Attribute access on the package would give the function of that name.
 op_file = importlib.import_module("kernl.ops.attention")
+backward_file = importlib.import_module("kernl.ops.attention_backward")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LOWEST = torch.finfo(torch.float32).min
@@ -475,7 +476,7 @@ GRADIENT_CASES = [
 @pytest.mark.parametrize("chunked", (False, True), ids=("whole", "chunked"))
 def test_gradients(case: Case, chunked: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     if chunked:
-        monkeypatch.setattr(op_file, "_BACKWARD_SCORES", case.batch * case.heads * case.seqlen_k * 7)
+        monkeypatch.setattr(backward_file, "_BACKWARD_SCORES", case.batch * case.heads * case.seqlen_k * 7)
     inputs, options = make_inputs(case, torch.float32, rng)
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     if case.mask.startswith("float"):

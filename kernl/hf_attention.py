@@ -1,0 +1,124 @@
+"""kernl's attention inside Hugging Face models, without compiling anything.
+
+    kernl.register_attention()
+    model = AutoModel.from_pretrained(name, attn_implementation="kernl")
+
+Models that get their attention from transformers' `AttentionInterface` then call `kernl.ops.attention`: grouped-query
+attention without a copy of keys and values, Gemma's softcap, T5's position bias. Masks are those of "sdpa": bool, and
+none at all where nothing is hidden or a causal flag says it. Dropout on probabilities (in training) goes to PyTorch's
+sdpa, which has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernl.ops import attention
+from kernl.report import warn_once
+
+NAME = "kernl"
+
+
+def register_attention() -> str:
+    """Make "kernl" known to transformers as an attention implementation, with its masks. Returns the name.
+
+    Calling it twice changes nothing. Select it with `attn_implementation="kernl"` or
+    `model.set_attn_implementation("kernl")`.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, attention_of_module)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return NAME
+
+
+def attention_of_module(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls: as its own `sdpa_attention_forward`, with a softcap.
+
+    query [batch, heads, seqlen_q, head_dim]; key, value [batch, key_heads, seqlen_k, head_dim]. attention_mask bool
+    (True = attend) or float, broadcastable to [batch, heads, seqlen_q, seqlen_k]. position_bias: float, likewise.
+    Returns the output as [batch, seqlen_q, heads, head_dim], and None in place of the probabilities.
+
+    Raises NotImplementedError for attention sinks (gpt-oss).
+    """
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError(
+            'attn_implementation="kernl" has no attention sinks, which this model uses; load it with "eager"'
+        )
+    if kwargs.get("output_attentions"):
+        warn_once("output_attentions", 'attn_implementation="kernl" gives no attention weights; use "eager" for these')
+    if dropout > 0.0:
+        return _with_dropout(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, softcap, **kwargs
+        )
+    is_decoder = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(query.shape[2] > 1 and attention_mask is None and is_decoder)
+    output = attention(
+        query,
+        key,
+        value,
+        attn_mask=_joined(attention_mask, position_bias, key.dtype),
+        is_causal=causal,
+        scale=scaling,
+        softcap=softcap,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _joined(mask: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask and a bias as one. Hidden keys get the lowest number, as transformers writes it for a bias."""
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, torch.finfo(dtype).min)
+    return bias + mask
+
+
+def _with_dropout(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    position_bias: torch.Tensor | None,
+    softcap: float | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if softcap is not None:
+        raise NotImplementedError(
+            'attn_implementation="kernl" has a softcap or dropout, not both: set attention_dropout=0 or use "eager"'
+        )
+    output, _ = sdpa_attention_forward(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        position_bias=position_bias,
+        **kwargs,
+    )
+    return output, None

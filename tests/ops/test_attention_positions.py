@@ -1,0 +1,267 @@
+"""Attention whose scores depend on where queries and keys stand: windows, offsets, ALiBi, T5's bias; and a softcap.
+
+The reference is written out here from the definitions, in float64, apart from the one in kernl.ops.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from kernl.ops import RelativePositionBias, attention
+from kernl.ops.attention_common import reference_attention
+from kernl.testing import assert_within_budget, poisoned
+from tests.conftest import KernelRun
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and features of one call; `text` is its test id."""
+
+    text: str
+    seqlen_q: int = 33
+    seqlen_k: int = 70
+    heads: int = 2
+    key_heads: int = 2
+    head_dim: int = 16
+    options: dict[str, Any] = field(default_factory=dict)
+    alibi: str = ""  # "heads" or "batch"
+    bias: str = ""  # "both" or "before"
+    masks: str = ""  # "padding", "lengths", "mask", "float"
+
+
+CASES = [
+    Case("window", options={"window": (9, 4)}),
+    Case("left-only", options={"window": (5, -1)}),
+    Case("right-only", options={"window": (-1, 3)}),
+    Case("window-of-itself", seqlen_k=33, options={"window": (0, 0)}),
+    Case("causal-window", seqlen_q=130, seqlen_k=130, options={"window": (17, -1), "is_causal": True}),
+    Case("wide-window", options={"window": (1000, 1000)}),
+    Case("bottom-right", options={"is_causal": True, "q_offset": 37}),
+    Case("offset-hides-rows", options={"is_causal": True, "q_offset": -5}),
+    Case("offset-beyond-keys", options={"window": (20, 0), "q_offset": 80}),
+    Case("offset-in-memory", options={"is_causal": True, "q_offset": "tensor"}),
+    Case("decode", seqlen_q=1, seqlen_k=77, options={"is_causal": True, "q_offset": 40}),
+    Case("alibi", alibi="heads"),
+    Case("alibi-causal", seqlen_k=33, alibi="batch", options={"is_causal": True}),
+    Case("bias", bias="both"),
+    Case("bias-one-direction", seqlen_q=70, bias="before", options={"is_causal": True}),
+    Case("bias-at-an-offset", seqlen_q=3, bias="before", options={"is_causal": True, "q_offset": 67}),
+    Case("softcap", options={"softcap": 2.5}),
+    Case("softcap-gqa", heads=4, options={"softcap": 30.0, "is_causal": True, "q_offset": 37}),
+    Case("window-padding", masks="padding", options={"window": (12, 9)}),
+    Case("window-lengths", masks="lengths", options={"window": (12, 9), "q_offset": 3}),
+    Case("window-mask", masks="mask", options={"window": (12, 9)}),
+    Case("bias-padding", bias="both", masks="padding"),
+    Case("bias-float-mask", bias="both", masks="float", options={"hidden_rows": "mean"}),
+    Case("alibi-padding-gqa", heads=4, alibi="heads", masks="padding", options={"window": (30, -1)}),
+    Case("softcap-float-mask", masks="float", options={"softcap": 5.0}),
+    Case("hidden-mean", masks="padding", options={"window": (2, 2), "hidden_rows": "mean", "q_offset": 30}),
+    Case("everything", heads=4, head_dim=24, alibi="batch", bias="both", masks="padding",
+         options={"window": (25, 8), "q_offset": 11, "softcap": 4.0, "hidden_rows": "mean"}),
+]  # fmt: skip
+
+
+def draw(case: Case, dtype: torch.dtype, rng: torch.Generator) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    sizes = [(case.seqlen_q, case.heads), (case.seqlen_k, case.key_heads), (case.seqlen_k, case.key_heads)]
+    tensors = [torch.randn(2, *size, case.head_dim, generator=rng).to(dtype).transpose(1, 2) for size in sizes]
+    options = dict(case.options)
+    if options.get("q_offset") == "tensor":
+        options["q_offset"] = torch.tensor(21)
+    if case.alibi:
+        shape = (case.heads,) if case.alibi == "heads" else (2, case.heads)
+        options["alibi_slopes"] = torch.rand(shape, generator=rng)
+    if case.bias:
+        table = torch.randn(16, case.heads, generator=rng)
+        options["relative_position_bias"] = RelativePositionBias(table, case.bias == "both", 20)
+    if case.masks == "padding":
+        lengths = torch.tensor([[case.seqlen_k], [case.seqlen_k // 2 + 1]])
+        options["key_padding"] = torch.arange(case.seqlen_k) < lengths
+    elif case.masks == "lengths":
+        options["key_padding"] = torch.tensor([0, case.seqlen_k // 2], dtype=torch.int32)
+    elif case.masks == "mask":
+        options["attn_mask"] = torch.rand(1, 1, case.seqlen_q, case.seqlen_k, generator=rng) > 0.3
+    elif case.masks == "float":
+        options["attn_mask"] = torch.randn(case.heads, case.seqlen_q, case.seqlen_k, generator=rng).to(dtype)
+    return tensors, options
+
+
+def expected(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: dict[str, Any],
+    rounding: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and logsumexp in the type of the operands, from the definitions; probabilities rounded to `rounding`."""
+    heads, seqlen_q, head_dim = query.shape[1:]
+    seqlen_k = key.shape[2]
+    group = heads // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.mT / math.sqrt(head_dim)
+    softcap = options.get("softcap")
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    position = torch.arange(seqlen_q)[:, None] + int(options.get("q_offset", 0))
+    distance = torch.arange(seqlen_k)[None, :] - position
+    slopes = options.get("alibi_slopes")
+    if slopes is not None:
+        scores = scores - slopes.to(scores.dtype).view(-1, heads, 1, 1) * distance.abs()
+    bias = options.get("relative_position_bias")
+    if bias is not None:
+        reach = bias.max_distance
+        scores = scores + bias.by_distance().to(scores.dtype)[:, distance.clamp(-reach, reach) + reach]
+    visible = torch.ones(2, 1, seqlen_q, seqlen_k, dtype=torch.bool)
+    mask, padding = options.get("attn_mask"), options.get("key_padding")
+    if mask is not None:
+        visible, scores = (visible & mask, scores) if mask.dtype == torch.bool else (visible, scores + mask)
+    if padding is not None:
+        keys = padding if padding.dtype == torch.bool else torch.arange(seqlen_k) < padding[:, None]
+        visible = visible & keys[:, None, None, :]
+    left, right = options.get("window", (-1, -1))
+    if options.get("is_causal"):
+        visible = visible & (distance <= 0)
+    if right >= 0:
+        visible = visible & (distance <= right)
+    if left >= 0:
+        visible = visible & (distance >= -left)
+    scores = scores.masked_fill(~visible, -math.inf)
+    hidden = (~visible).all(-1).expand(scores.shape[:3])
+    probabilities = scores.softmax(-1).masked_fill(hidden[..., None], 0)
+    if rounding is not None:
+        probabilities = probabilities.to(rounding).to(value.dtype)
+    output = probabilities @ value
+    logsumexp = scores.logsumexp(-1)
+    if options.get("hidden_rows") == "mean":
+        output = torch.where(hidden[..., None], value.mean(2, keepdim=True), output)
+        logsumexp = logsumexp.masked_fill(hidden, torch.finfo(torch.float32).min)
+    return output, logsumexp
+
+
+def in_double(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: part.double() if torch.is_tensor(part) and part.is_floating_point() else part
+        for name, part in options.items()
+    }
+
+
+def on(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    moved = {name: part.to(device) if torch.is_tensor(part) else part for name, part in options.items()}
+    bias = moved.get("relative_position_bias")
+    if bias is not None:
+        moved["relative_position_bias"] = RelativePositionBias(
+            bias.table.to(device), bias.bidirectional, bias.max_distance
+        )
+    return moved
+
+
+def baseline(tensors: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+    """Operands, probabilities and result rounded to the type, sums in float32."""
+    dtype = tensors[0].dtype
+    output, _ = expected(*(tensor.float() for tensor in tensors), options, rounding=dtype)
+    return output.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.text)
+def test_kernel(case: Case, dtype: torch.dtype, rng: torch.Generator, kernels: KernelRun) -> None:
+    tensors, options = draw(case, dtype, rng)
+    exact, exact_logsumexp = expected(*(tensor.double() for tensor in tensors), in_double(options))
+    with poisoned():
+        output, logsumexp = attention(
+            *(tensor.to(kernels.device) for tensor in tensors), return_logsumexp=True, **on(kernels.device, options)
+        )
+    assert kernels.launched("attention_forward") == 1
+    assert_within_budget(output, exact, baseline(tensors, options), name=case.text)
+    torch.testing.assert_close(logsumexp.cpu().double(), exact_logsumexp, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.text)
+def test_formulas(case: Case, rng: torch.Generator) -> None:
+    """The CPU path, in float64."""
+    tensors, options = draw(case, torch.float64, rng)
+    exact, exact_logsumexp = expected(*tensors, options)
+    output, logsumexp = attention(*tensors, return_logsumexp=True, **options)
+    torch.testing.assert_close(output, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(logsumexp.double(), exact_logsumexp, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.text)
+def test_gradients(case: Case, rng: torch.Generator) -> None:
+    """Of the operands, a float mask and the table of the bias, against autograd through the definitions."""
+    tensors, options = draw(case, torch.float64, rng)
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    if torch.is_tensor(options.get("attn_mask")) and options["attn_mask"].is_floating_point():
+        options["attn_mask"] = options["attn_mask"].detach().requires_grad_()
+        leaves.append(options["attn_mask"])
+    bias = options.get("relative_position_bias")
+    if bias is not None:
+        table = bias.table.double().requires_grad_()
+        options["relative_position_bias"] = RelativePositionBias(table, bias.bidirectional, bias.max_distance)
+        leaves.append(table)
+    output, logsumexp = attention(*leaves[:3], return_logsumexp=True, **options)
+    weights = torch.randn(output.shape, generator=rng, dtype=output.dtype)
+    finite = logsumexp.detach().abs() < 1e30
+    got = torch.autograd.grad((output * weights).sum() + logsumexp[finite].sum(), leaves)
+    want_output, want_logsumexp = expected(*leaves[:3], options)
+    want = torch.autograd.grad((want_output * weights).sum() + want_logsumexp[finite].sum(), leaves)
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_an_offset_in_memory_is_read_when_it_runs(rng: torch.Generator, kernels: KernelRun) -> None:
+    tensors, _ = draw(Case("", seqlen_q=2), torch.float32, rng)
+    offset = torch.tensor([7], device=kernels.device)
+    operands = [tensor.to(kernels.device) for tensor in tensors]
+    for step in range(3):
+        output = attention(*operands, is_causal=True, q_offset=offset)
+        want = attention(*operands, is_causal=True, q_offset=7 + 5 * step)
+        assert torch.equal(output, want)
+        offset += 5
+
+
+def test_tiles_outside_the_window_are_not_read(rng: torch.Generator, kernels: KernelRun) -> None:
+    """NaN in keys and values that no query can see does not matter, although its products would be NaN."""
+    tensors, _ = draw(Case("", seqlen_q=64, seqlen_k=640), torch.float32, rng)
+    query, key, value = (tensor.to(kernels.device) for tensor in tensors)
+    want = attention(query, key, value, window=(10, 10), q_offset=300)
+    for tensor in (key, value):
+        tensor[:, :, :192] = math.nan
+        tensor[:, :, 448:] = math.nan
+    assert torch.equal(attention(query, key, value, window=(10, 10), q_offset=300), want)
+
+
+def test_what_does_not_fit(rng: torch.Generator) -> None:
+    (query, key, value), _ = draw(Case(""), torch.float32, rng)
+
+    def refused(message: str, kind: type[Exception] = ValueError, **options: Any) -> None:
+        with pytest.raises(kind, match=message):
+            attention(query, key, value, **options)
+
+    refused(r"window: got \(-2, 3\), accepted", window=(-2, 3))
+    refused(r"window: got 5, accepted", TypeError, window=5)
+    refused(r"window: got \(1, 2, 3\), accepted", window=(1, 2, 3))
+    refused(r"softcap: got -1.0, accepted", softcap=-1.0)
+    refused(r"q_offset: got 1.5, accepted", TypeError, q_offset=1.5)
+    refused(r"q_offset: got torch.float32, accepted", TypeError, q_offset=torch.tensor(1.0))
+    refused(r"q_offset: got shape \[2\], accepted", q_offset=torch.tensor([1, 2]))
+    refused(r"alibi_slopes: got shape \[3\], accepted", alibi_slopes=torch.ones(3))
+    refused(r"alibi_slopes: got torch.int64, accepted", TypeError, alibi_slopes=torch.ones(2, dtype=torch.long))
+    refused(r"relative_position_bias: got Tensor, accepted", TypeError, relative_position_bias=torch.ones(32, 2))
+    three_heads = RelativePositionBias(torch.ones(32, 3))
+    refused(r"relative_position_bias: got a table for 3 heads, accepted", relative_position_bias=three_heads)
+
+
+def test_reference_takes_the_same_arguments(rng: torch.Generator) -> None:
+    case = CASES[-1]
+    tensors, options = draw(case, torch.float32, rng)
+    output, logsumexp = reference_attention(*tensors, **options)
+    want, want_logsumexp = expected(*tensors, options)
+    torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logsumexp, want_logsumexp, rtol=1e-5, atol=1e-5)
