@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 
 from kernl.kernels.common import launches
-from kernl.ops import add_layer_norm, attention, embedding_sum, layer_norm, linear, merged_linear
+from kernl.ops import (
+    RelativePositionBias,
+    add_layer_norm,
+    attention,
+    embedding_sum,
+    layer_norm,
+    linear,
+    merged_linear,
+)
+from kernl.ops.attention import attention_op
+from kernl.ops.attention_backward import Request, backward_implementations
+from kernl.ops.attention_common import Scoring
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -41,11 +52,34 @@ def attentions() -> None:
         attention(query, key, value, key_padding=holes, is_causal=True)
         attention(query, key, value, attn_mask=normal(1, 3, 37, 85), hidden_rows="mean")
         attention(query, key, value, attn_mask=torch.rand(37, 85, device="cuda") > 0.5)
+        bias = RelativePositionBias(normal(32, 3, dtype=torch.float32))
+        slopes = torch.rand(3, device="cuda")
+        attention(query, key, value, window=(9, 4), q_offset=torch.tensor(20, device="cuda"), alibi_slopes=slopes)
+        attention(query, key, value, relative_position_bias=bias, softcap=5.0, key_padding=holes, hidden_rows="mean")
+
+
+def attention_gradients() -> None:
+    """The kernels, whichever implementation calls would choose."""
+    for head_dim in (40, 64):
+        operands = [normal(2, heads, tokens, head_dim) for heads, tokens in ((4, 37), (2, 85), (2, 85))]
+        mask, padding = normal(1, 4, 37, 85), torch.rand(2, 85, device="cuda") > 0.5
+        for scoring, needs_mask_grad in (
+            (Scoring.of_op(None, padding, 0.2, True, "mean"), False),
+            (Scoring.of_op(mask, padding, 0.2, False, "zero"), True),
+        ):
+            output, logsumexp = attention_op(
+                *operands, scoring.attn_mask, padding, 0.2, scoring.is_causal, scoring.hidden_rows
+            )
+            gradient = torch.randn_like(output)
+            request = Request(*operands, scoring, output, logsumexp, gradient, None, needs_mask_grad, False)
+            for name, run in backward_implementations(request)[0].items():
+                if name != "pytorch":
+                    run()
 
 
 def main() -> None:
     torch.manual_seed(0)
-    for run in (norms, embeddings, linears, attentions):
+    for run in (norms, embeddings, linears, attentions, attention_gradients):
         run()
         torch.cuda.synchronize()
     for name, count in sorted(launches.items()):
