@@ -14,9 +14,14 @@ next such call is given a mask of ones, and a lesson is learnt from that.
 its sizes filled in: TorchDynamo is not asked, so its conditions on sizes are checked here, for the true length as for
 the padded one. The mask is padded with zeros, all else with copies of the last token.
 
+**For whom.** Models of transformers. There 1 in an `attention_mask` means visible and no mask means ones, tables of
+positions are as long as the config says, and what is computed at padding is finite; in a module of one's own none of
+this can be read off the graph.
+
 What stays as it is: length 1; lengths longer than every bucket, or than the model's maximum; training mode; calls
 that need gradients; a mask with a row of nothing but zeros, where the model gives the mean over all tokens, padding
-included (looking at a mask on the GPU waits for it; models with `attn_implementation="sdpa"` need no look).
+included, or with other numbers than 0 and 1 (looking at a mask on the GPU waits for it; models with
+`attn_implementation="sdpa"` need no look).
 """
 
 from __future__ import annotations
@@ -167,6 +172,8 @@ class Plan(Protocol):
 class Door(Protocol):
     """What is needed of the front door."""
 
+    plain: Callable[..., Any]
+
     @property
     def book(self) -> Any: ...
 
@@ -290,6 +297,8 @@ class Buckets:
     ) -> Any:
         """The result of a call. args, kwargs: by name as far as possible. forward: makes it without padding."""
         try:
+            if not is_of_transformers(model, door.plain):
+                raise Unpadded("the model is none of transformers' own, and what its mask means is not known")
             if model.training:
                 raise Unpadded("the model is in training mode")
             if args:
@@ -357,8 +366,9 @@ class Buckets:
             raise Unpadded("the graph serves other sizes")
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise Unpadded("the caller is capturing a graph itself")
-        if lesson.flow.needs_visible_keys and not _shows_something(tensors[lesson.mask]):  # type: ignore[index]
-            raise Unpadded("a row of the mask hides every token")
+        if lesson.flow.needs_visible_keys:
+            assert lesson.mask is not None
+            _look_at(tensors[lesson.mask])
         bucket = self._policy.bucket(length, batch, lesson.limit)
         if bucket is None:
             raise Unpadded("longer than every bucket")
@@ -387,9 +397,16 @@ class Buckets:
             lessons.append(Lesson(plan, len(tensors), longest if isinstance(longest, int) else None))
 
 
-def _shows_something(mask: Tensor) -> bool:
-    """Whether each row of a mask [batch, length] has an element other than 0."""
-    return bool(mask.ne(0).any(1).all())
+def is_of_transformers(model: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether class and forward, and with them the meaning of the arguments, are transformers' own."""
+    return type(model).__module__.startswith("transformers.models.") and forward is type(model).forward
+
+
+def _look_at(mask: Tensor) -> None:
+    """Raise Unpadded unless a mask [batch, length] is of zeros and ones, and each row has a one."""
+    ones = mask == 1
+    if not bool(((mask == 0) | ones).all() & ones.any(1).all()):
+        raise Unpadded("a row of the mask hides every token, or the mask holds other numbers than 0 and 1")
 
 
 def read_kind(kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]]:

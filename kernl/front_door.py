@@ -23,8 +23,8 @@ the rare case that the comparison fails: the host's time for it disappears behin
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import sys
@@ -72,6 +72,7 @@ disabled_here: ContextVar[bool] = ContextVar("kernl_disabled", default=False)
 class _Local(threading.local):
     runs: list[Run] | None = None  # of the call being learnt in this thread
     started = 0  # graphs that this thread has begun to run
+    wrote = 0  # those among them that write to arguments or weights
 
 
 _local = _Local()
@@ -102,6 +103,7 @@ class RecordedGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         _local.started += 1
+        _local.wrote += bool(self.graph.inputs.mutated)
         outputs = self.graph(*inputs)
         runs = _local.runs
         if runs is not None:
@@ -381,7 +383,7 @@ class FrontDoor:
         self.open()
         # TorchDynamo's side of the door refers back to it; without this, weights in plans would wait for the collector.
         door = weakref.ref(self)
-        self._model = weakref.ref(model, lambda _: _close(door()))
+        self._model = weakref.ref(model, functools.partial(_close, door))
 
     def open(self, *, symbolic: bool = True) -> None:
         """Start afresh: nothing is compiled, nothing is known.
@@ -487,7 +489,7 @@ class FrontDoor:
         args, kwargs = self._by_name(args, kwargs)
         state = self._state_to_learn(model, signature)
         outer, _local.runs = _local.runs, [] if state is not None else None
-        started = _local.started
+        started, wrote = _local.started, _local.wrote
         try:
             with self._settings() if call is None or has_length_1(call[1]) else self._settings_for_any_batch():
                 result = self._guarded(model, *args, **kwargs)
@@ -498,7 +500,7 @@ class FrontDoor:
                 raise inner from None  # TorchDynamo's wrapping says nothing about it
             if self.options.strict:
                 raise
-            if _local.started != started:
+            if _local.wrote != wrote or (_local.started != started and call is None):
                 raise  # a part of the call has run: what it has written must not be written twice
             result = self._after_failure(error, signature, model, args, kwargs)
             runs = None
@@ -610,11 +612,14 @@ class FrontDoor:
             self.report.calls.signatures = len(book.plans)
 
 
-def _close(door: FrontDoor | None) -> None:
-    """The model is gone, perhaps because the interpreter is going: nothing may be raised."""
-    if door is not None:
-        with contextlib.suppress(Exception):
-            door.close()
+def _close(door: weakref.ref[FrontDoor], _: object) -> None:
+    """The model is gone, perhaps because the interpreter is going: nothing may be raised, and globals may be gone."""
+    try:
+        alive = door()
+        if alive is not None:
+            alive.close()
+    except Exception:
+        pass
 
 
 _numbers = itertools.count()

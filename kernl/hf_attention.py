@@ -3,14 +3,15 @@
     kernl.register_attention()
     model = AutoModel.from_pretrained(name, attn_implementation="kernl")
 
-Models that get their attention from transformers' `AttentionInterface` then call `kernl.ops.attention`: grouped-query
-attention without a copy of keys and values, Gemma's softcap, T5's position bias. Masks are those of "sdpa": bool, and
-none at all where nothing is hidden or a causal flag says it. Dropout on probabilities (in training) goes to PyTorch's
-sdpa, which has it.
+Models that get their attention from transformers' `AttentionInterface`, which most do, then call `kernl.ops.attention`:
+grouped-query attention without a copy of keys and values, Gemma's softcap, T5's position bias. Masks are those of
+"sdpa": bool, and none at all where nothing is hidden or a causal flag says it. Dropout on probabilities (in training)
+goes to PyTorch's sdpa, which has it. Models that compute attention by themselves go on doing so, and the user is told.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -29,11 +30,29 @@ def register_attention() -> str:
     `model.set_attn_implementation("kernl")`.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_of_module)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, mask_for_model)
     return NAME
+
+
+def mask_for_model(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
+    """What transformers calls for the masks of a model: bool ones where its attention comes from the interface.
+
+    Some models compute attention themselves whatever implementation is chosen, and add the mask to the scores: they get
+    the additive masks of "eager", and the user is told that kernl's attention is not used.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    modelling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    if modelling is None or hasattr(modelling, "ALL_ATTENTION_FUNCTIONS"):
+        return sdpa_mask(*args, config=config, **kwargs)
+    model = getattr(config, "model_type", type(config).__name__)
+    warn_once(
+        f"bypass:{model}", f'attn_implementation="kernl": {model} models compute attention by themselves; not used'
+    )
+    return eager_mask(*args, config=config, **kwargs)
 
 
 def attention_of_module(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ def _example(model: nn.Module, item: Any) -> Any:
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             raise ValueError(f"shapes holds {_in_words(item)}, in which there is no tensor; {ACCEPTED}")
         return item
-    shape = tuple(item)
+    shape = tuple(map(int, item))
     if min(shape) < 1:
         raise ValueError(f"shape {shape}: accepted are sizes from 1 up")
     parameters = inspect.signature(model.forward).parameters
@@ -102,7 +103,7 @@ def _batches_of_texts(model: nn.Module, tokenizer: Any, texts: Iterable[str] | N
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _in_words(value: Any) -> str:

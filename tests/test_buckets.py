@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import (
+    BertModel,
     DistilBertConfig,
     DistilBertModel,
     ElectraConfig,
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 import kernl
+from kernl import buckets as buckets_file
 from kernl.buckets import MOST_WASTE, Learnt, Listed, Powers, plan
 from kernl.options import Options
 from kernl.report import PaddingCounts
@@ -42,6 +44,16 @@ SIZES = {
     "vocab_size": tiny.VOCABULARY,
     "max_position_embeddings": 64,
 }
+
+
+_HIDES = "a row of the mask hides every token, or the mask holds other numbers than 0 and 1"
+
+
+@pytest.fixture(autouse=True)
+def any_model_is_known(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The analysis is what is tested, on toys as well; `test_models_of_ones_own...` is about who is padded at all."""
+    if not request.node.name.startswith("test_models_of_ones_own"):
+        monkeypatch.setattr(buckets_file, "is_of_transformers", lambda model, forward: True)
 
 
 @pytest.fixture(autouse=True)
@@ -218,7 +230,7 @@ def test_a_row_that_hides_everything(attention: str) -> None:
     inputs["attention_mask"][1] = 0
     assert same(model, plain, **inputs) == (attention == "sdpa")
     reasons = padding(model).unpadded
-    assert ("a row of the mask hides every token" in reasons) == (attention == "eager")
+    assert (_HIDES in reasons) == (attention == "eager")
 
 
 # What is refused.
@@ -544,3 +556,39 @@ def test_bad_values(value: Any, error: type[Exception], message: str) -> None:
 def test_options_that_rule_it_out(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"option buckets='auto' with .*: accepted is 'off'"):
         Options(buckets="auto", **other)
+
+
+def test_models_of_ones_own_and_forwards_of_ones_own_run_unpadded() -> None:
+    """What a mask means there, and what no mask means, cannot be read off the graph."""
+
+    class Subclass(BertModel):
+        pass
+
+    own_class = Subclass(tiny.bert_config(num_hidden_layers=1)).eval()
+    own_forward = tiny.bert(num_hidden_layers=1)
+    inner = own_forward.forward
+    own_forward.forward = lambda input_ids, attention_mask=None: inner(input_ids, attention_mask)  # type: ignore[method-assign]
+    for model in (own_class, own_forward):
+        plain = copy.deepcopy(model)
+        fast: Any = kernl.optimize_model(model, buckets="powers")
+        for length in (5, 7, 11):
+            inputs = tiny.text(2, length)
+            want, got = plain(**inputs).last_hidden_state, fast(**inputs).last_hidden_state
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        padding = fast.kernl.report().padding
+        assert not padding.calls and list(padding.unpadded) == [
+            "the model is none of transformers' own, and what its mask means is not known"
+        ]
+
+
+@pytest.mark.parametrize("value", [2, -1])
+def test_a_mask_of_other_numbers_is_not_padded(value: int) -> None:
+    plain = tiny.bert(num_hidden_layers=1, attn_implementation="eager")
+    fast: Any = kernl.optimize_model(tiny.bert(num_hidden_layers=1, attn_implementation="eager"), buckets="powers")
+    for length in (5, 7, 9):
+        inputs = tiny.text(2, length)
+        inputs["attention_mask"][0] = value
+        want, got = plain(**inputs).last_hidden_state, fast(**inputs).last_hidden_state
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    padding = fast.kernl.report().padding
+    assert not padding.calls and padding.unpadded[_HIDES] == 2

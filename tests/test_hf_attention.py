@@ -12,12 +12,16 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertModel,
+    BloomConfig,
+    BloomModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MPNetConfig,
+    MPNetModel,
     T5Config,
     T5ForConditionalGeneration,
     WhisperConfig,
@@ -26,6 +30,7 @@ from transformers import (
 
 import kernl
 from kernl import hf_attention
+from kernl.report import KernlWarning, forget_warnings
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 60}
@@ -154,6 +159,25 @@ def test_it_can_be_chosen_later_and_optimised() -> None:
         for _ in range(2):
             torch.testing.assert_close(first(model(**inputs)), want, rtol=1e-4, atol=1e-5)
     assert not model.kernl.report().notes
+
+
+@pytest.mark.parametrize("kind", [MPNetModel, BloomModel])
+def test_models_that_compute_attention_by_themselves_stay_right(kind: type[Any]) -> None:
+    forget_warnings()
+    config: Any = {
+        MPNetModel: MPNetConfig(**SIZES),
+        BloomModel: BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),
+    }[kind]
+    torch.manual_seed(0)
+    eager = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    ours = kind._from_config(copy.deepcopy(config), attn_implementation="kernl").eval()
+    ours.load_state_dict(eager.state_dict())
+    inputs = inputs_of("bert", "right")
+    with torch.no_grad():
+        want = first(eager(**inputs))
+        with pytest.warns(KernlWarning, match="models compute attention by themselves; not used"):
+            got = first(ours(**inputs))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_goes_to_pytorch(calls: list[dict[str, Any]]) -> None:

@@ -84,7 +84,14 @@ FLOAT = tl.constexpr(2)
 LENGTHS = tl.constexpr(3)
 
 MAX_HEAD_DIM = 256
+# Windows and offsets beyond this are as good as unbounded; sums of two and a length fit 32 bits.
+FARTHEST = tl.constexpr(2**29)
 _SCAN_CHUNK = tl.constexpr(1024)
+
+
+@triton.jit
+def _clamped(x, bound):
+    return tl.minimum(tl.maximum(x, -bound), bound)
 
 
 @triton.jit
@@ -263,7 +270,7 @@ def _attend(
         if ALIBI:
             scores -= slope * tl.abs(distance).to(tl.float32)
         if DISTANCE_BIAS:
-            scores += tl.load(distance_bias + (tl.minimum(tl.maximum(distance, -reach), reach) + reach))
+            scores += tl.load(distance_bias + (_clamped(distance, reach) + reach))
     if ATTN_MASK != ABSENT:
         # attn_mask points at (batch, head, 0, 0). One row serves all queries when it does not depend on them. Rows past
         # the last query read the last one's mask: nobody looks at their result, and the load needs no test.
@@ -451,7 +458,7 @@ def kernl_attention_forward(
     if DISTANCE_BIAS:
         distance_bias += head64 * (2 * reach + 1)
     # The position of query 0 among the keys: a number, or a place in memory that a replayed graph reads anew.
-    offset = tl.load(q_offset).to(tl.int32) if OFFSET_IN_MEMORY else q_offset
+    offset = _clamped(tl.load(q_offset), FARTHEST).to(tl.int32) if OFFSET_IN_MEMORY else q_offset
 
     offsets_m = tl.arange(0, BLOCK_M)
     query_rows = start_m + offsets_m  # [BLOCK_M]
@@ -891,8 +898,8 @@ def attention_forward(
         heads // key_heads,
         seqlen_q,
         seqlen_k,
-        positions.right or 0,
-        positions.left or 0,
+        min(positions.right or 0, FARTHEST.value),
+        min(positions.left or 0, FARTHEST.value),
         0 if by_distance is None else by_distance.shape[1] // 2,
         scale if natural else scale * LOG2E.value,
         softcap,

@@ -22,6 +22,7 @@ import torch
 import triton
 
 from kernl.kernels.attention import (
+    FARTHEST,
     Configuration,
     Positions,
     alignment_of,
@@ -318,8 +319,8 @@ def _kernels_ahead(
         slopes, bias, offset = positions.alibi_slopes, positions.distance_bias, positions.q_offset
         return dataclasses.replace(
             positions,
-            # A number is never compiled in; whether it is 0 decides which tilings are offered.
-            q_offset=zeros(offset, ()) if isinstance(offset, torch.Tensor) else int(positions.may_be_offset),
+            # A number is never compiled in; its sign decides whether a row may be hidden, and so which kernel it is.
+            q_offset=zeros(offset, ()) if isinstance(offset, torch.Tensor) else max(-1, min(1, offset)),
             alibi_slopes=None if slopes is None else zeros(slopes, (heads,) if slopes.dim() == 1 else (1, heads)),
             distance_bias=None if bias is None else zeros(bias, tuple(bias.shape)),
         )
@@ -357,7 +358,7 @@ def _kernels_ahead(
     kinds = tuple(None if tensor is None else tensor.dtype for tensor in (query, value, mask, key_padding))
     sixteens = tuple(tensor.stride(2) % 16 == 0 for tensor in (small_query, small_key, small_value))
     sizes = (head_dim, value.shape[3], heads // key.shape[1], sixteens, per_query, float32_precision())
-    in_memory = isinstance(positions.q_offset, torch.Tensor)
+    in_memory = positions.q_offset.dtype if isinstance(positions.q_offset, torch.Tensor) else None
     others = (scoring.problem_class(mask), scoring.hidden_rows, positions.can_hide_a_row, in_memory)
     for tiling in defaults:
         short, long = 16, 2 * tiling.block_n + 16
@@ -540,7 +541,7 @@ def attention(
         1 / math.sqrt(query.shape[3]) if scale is None else float(scale),
         bool(is_causal),
         hidden_rows,
-        *(None if side < 0 else side for side in window),
+        *(None if side < 0 else min(side, FARTHEST.value) for side in window),
         0 if isinstance(q_offset, torch.Tensor) else q_offset,
         q_offset.reshape(()) if isinstance(q_offset, torch.Tensor) else None,
         float(softcap or 0.0),

@@ -168,7 +168,9 @@ def _attention_backward(*arguments: Any) -> Gradients:
     """CPU and CUDA implementation."""
     request = _request(*arguments)
     query, key, value, scoring = request.query, request.key, request.value, request.scoring
-    if not scoring.is_plain or not kernel_takes(query, key, value, scoring):
+    # The formulas are PyTorch operations, which autograd records when somebody wants a second derivative.
+    wants_second = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    if wants_second or not scoring.is_plain or not kernel_takes(query, key, value, scoring):
         return reference_backward(request)
     scoring = scoring.with_padding_recognised(query.shape[0], key.shape[2])
     request = dataclasses.replace(request, scoring=scoring)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kernl.kernels.attention import FARTHEST
 from kernl.ops.relative_position import RelativePositionBias
 
 
@@ -78,7 +79,7 @@ def check_positions(
     batch, heads = query.shape[:2]
     if not isinstance(window, (tuple, list)):
         raise TypeError(f"window: got {window!r}, accepted (left, right), -1 for no bound")
-    if len(window) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window):
+    if len(window) != 2 or not all(_is_whole(side) and side >= -1 for side in window):
         raise ValueError(
             f"window: got {tuple(window)}, accepted (left, right), two numbers from 0 up or -1 for no bound"
         )
@@ -89,8 +90,10 @@ def check_positions(
             raise ValueError(f"q_offset: got shape {list(q_offset.shape)}, accepted an int, or a tensor of one element")
         if q_offset.device != query.device:
             raise ValueError(f"q_offset: got device {q_offset.device}, accepted query's, {query.device}")
-    elif isinstance(q_offset, bool) or not isinstance(q_offset, (int, torch.SymInt)):
+    elif not _is_whole(q_offset):
         raise TypeError(f"q_offset: got {q_offset!r}, accepted an int, or a tensor of one integer")
+    elif abs(q_offset) > FARTHEST.value:
+        raise ValueError(f"q_offset: got {q_offset}, accepted numbers from {-FARTHEST.value} to {FARTHEST.value}")
     if alibi_slopes is not None:
         if not isinstance(alibi_slopes, torch.Tensor) or alibi_slopes.dtype not in (torch.float32, torch.float64):
             given = getattr(alibi_slopes, "dtype", type(alibi_slopes).__name__)
@@ -98,6 +101,10 @@ def check_positions(
         if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
             raise ValueError(
                 f"alibi_slopes: got shape {list(alibi_slopes.shape)}, accepted [{heads}] or [{batch}, {heads}]"
+            )
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "alibi_slopes: got a tensor that requires a gradient, accepted one without: call .detach()"
             )
         if alibi_slopes.device != query.device:
             raise ValueError(f"alibi_slopes: got device {alibi_slopes.device}, accepted query's, {query.device}")
@@ -112,5 +119,11 @@ def check_positions(
             )
         if table.device != query.device:
             raise ValueError(f"relative_position_bias: got device {table.device}, accepted query's, {query.device}")
+    if softcap is not None and not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap: got {softcap!r}, accepted a positive number, or None or 0 for none")
     if softcap is not None and not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap: got {softcap}, accepted a positive number, or None or 0 for none")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)

@@ -14,8 +14,8 @@ from kernl.ops.common import empty, kernel_runs_on
 from kernl.ops.relative_position import RelativePositionBias
 
 SCORING_SCHEMA = (
-    "Tensor? attn_mask, Tensor? key_padding, float scale, bool is_causal, str hidden_rows, int? left=None, "
-    "int? right=None, SymInt offset=0, Tensor? q_offset=None, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? attn_mask, Tensor? key_padding, float scale, bool is_causal, str hidden_rows, SymInt? left=None, "
+    "SymInt? right=None, SymInt offset=0, Tensor? q_offset=None, float softcap=0.0, Tensor? alibi_slopes=None, "
     "Tensor? distance_bias=None"
 )
 """The arguments of both ops that `Scoring` holds."""
@@ -55,6 +55,9 @@ class Scoring:
         """From the arguments of `torch.ops.kernl.attention`, in their order."""
         if is_causal:
             right = 0 if right is None else min(right, 0)
+        alibi_slopes, distance_bias = (
+            None if tensor is None else tensor.contiguous() for tensor in (alibi_slopes, distance_bias)
+        )
         positions = Positions(left, right, offset if q_offset is None else q_offset, alibi_slopes, distance_bias)
         return cls(attn_mask, key_padding, scale, hidden_rows, positions, softcap)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RelativePositionBias:
     """Added to the scores: table[bucket(key - query), head].
 
@@ -43,6 +43,8 @@ class RelativePositionBias:
         if table.shape[0] < fewest or (self.bidirectional and table.shape[0] % 2):
             kind = "an even number of 4 or more" if self.bidirectional else "2 or more"
             raise ValueError(f"table: got {table.shape[0]} buckets, accepted {kind}")
+        if isinstance(self.max_distance, bool) or not isinstance(self.max_distance, int):
+            raise TypeError(f"max_distance: got {self.max_distance!r}, accepted is a whole number")
         if self.max_distance <= self._exact:
             raise ValueError(
                 f"max_distance: got {self.max_distance}, accepted more than {self._exact}, the distances with a bucket "

@@ -237,6 +237,53 @@ def test_tiles_outside_the_window_are_not_read(rng: torch.Generator, kernels: Ke
     assert torch.equal(attention(query, key, value, window=(10, 10), q_offset=300), want)
 
 
+@pytest.mark.parametrize("slopes", ["every-second", "expanded", "transposed"])
+def test_slopes_of_any_strides(slopes: str, rng: torch.Generator, kernels: KernelRun) -> None:
+    tensors, _ = draw(Case("", heads=4, key_heads=4), torch.float32, rng)
+    given = {
+        "every-second": torch.rand(8, generator=rng)[::2],
+        "expanded": torch.rand(4, generator=rng).expand(2, 4),
+        "transposed": torch.rand(4, 2, generator=rng).T,
+    }[slopes]
+    operands = [tensor.to(kernels.device) for tensor in tensors]
+    got = attention(*operands, alibi_slopes=given.to(kernels.device))
+    exact, _ = expected(*(tensor.double() for tensor in tensors), {"alibi_slopes": given.double()})
+    assert_within_budget(got, exact, baseline(tensors, {"alibi_slopes": given}))
+
+
+@pytest.mark.parametrize("bound", [2**29, 2**31 - 1, 2**63 - 1, 2**70])
+def test_a_huge_window_is_none(bound: int, rng: torch.Generator, kernels: KernelRun) -> None:
+    tensors, _ = draw(Case(""), torch.float32, rng)
+    operands = [tensor.to(kernels.device) for tensor in tensors]
+    for offset in (0, 20):
+        got = attention(*operands, window=(bound, bound), q_offset=offset)
+        torch.testing.assert_close(got, attention(*operands), rtol=1e-5, atol=1e-5)
+
+
+def test_far_offsets(rng: torch.Generator, kernels: KernelRun) -> None:
+    tensors, options = draw(Case("", bias="both"), torch.float32, rng)
+    operands, options = [tensor.to(kernels.device) for tensor in tensors], on(kernels.device, options)
+    for sign in (-1, 1):
+        want = attention(*operands, q_offset=sign * 100_000, **options)
+        for far in (2**29, 2**31 - 1, 2**40):
+            offset = torch.tensor(sign * far, device=kernels.device)
+            torch.testing.assert_close(attention(*operands, q_offset=offset, **options), want, rtol=1e-6, atol=1e-6)
+
+
+def test_second_derivatives_come_from_the_formulas(rng: torch.Generator, kernels: KernelRun) -> None:
+    tensors, _ = draw(Case("", seqlen_q=5, seqlen_k=7), torch.float32, rng)
+
+    def second(operands: list[torch.Tensor]) -> torch.Tensor:
+        leaves = [tensor.detach().to(kernels.device).requires_grad_() for tensor in operands]
+        (first,) = torch.autograd.grad(attention(*leaves).sin().sum(), leaves[0], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), leaves[0])[0].cpu()
+
+    leaves = [tensor.double().requires_grad_() for tensor in tensors]
+    (first,) = torch.autograd.grad(expected(*leaves, {})[0].sin().sum(), leaves[0], create_graph=True)
+    (want,) = torch.autograd.grad(first.square().sum(), leaves[0])
+    torch.testing.assert_close(second(tensors).double(), want, rtol=1e-3, atol=1e-4)
+
+
 def test_what_does_not_fit(rng: torch.Generator) -> None:
     (query, key, value), _ = draw(Case(""), torch.float32, rng)
 
@@ -248,7 +295,10 @@ def test_what_does_not_fit(rng: torch.Generator) -> None:
     refused(r"window: got 5, accepted", TypeError, window=5)
     refused(r"window: got \(1, 2, 3\), accepted", window=(1, 2, 3))
     refused(r"softcap: got -1.0, accepted", softcap=-1.0)
+    refused(r"softcap: got 'x', accepted", TypeError, softcap="x")
     refused(r"q_offset: got 1.5, accepted", TypeError, q_offset=1.5)
+    refused(r"q_offset: got 2147483647, accepted numbers from", q_offset=2**31 - 1)
+    refused(r"alibi_slopes: got a tensor that requires a gradient", alibi_slopes=torch.ones(2, requires_grad=True))
     refused(r"q_offset: got torch.float32, accepted", TypeError, q_offset=torch.tensor(1.0))
     refused(r"q_offset: got shape \[2\], accepted", q_offset=torch.tensor([1, 2]))
     refused(r"alibi_slopes: got shape \[3\], accepted", alibi_slopes=torch.ones(3))

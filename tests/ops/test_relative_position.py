@@ -48,5 +48,7 @@ def test_what_does_not_fit() -> None:
         RelativePositionBias(torch.zeros(7, 2))
     with pytest.raises(ValueError, match=r"table: got 1 buckets, accepted 2 or more"):
         RelativePositionBias(torch.zeros(1, 2), bidirectional=False)
+    with pytest.raises(TypeError, match=r"max_distance: got 16.5, accepted is a whole number"):
+        RelativePositionBias(torch.zeros(32, 2), max_distance=16.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"max_distance: got 8, accepted more than 8"):
         RelativePositionBias(torch.zeros(32, 2), max_distance=8)
