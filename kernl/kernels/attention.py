@@ -405,6 +405,7 @@ def kernl_attention_forward(
     SCAN_PADDING: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
     OFFSET_IN_MEMORY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
@@ -458,7 +459,13 @@ def kernl_attention_forward(
     if DISTANCE_BIAS:
         distance_bias += head64 * (2 * reach + 1)
     # The position of query 0 among the keys: a number, or a place in memory that a replayed graph reads anew.
-    offset = _clamped(tl.load(q_offset), FARTHEST).to(tl.int32) if OFFSET_IN_MEMORY else q_offset
+    if TOP_LEFT:
+        right = 0
+        offset = 0
+    elif OFFSET_IN_MEMORY:
+        offset = _clamped(tl.load(q_offset), FARTHEST).to(tl.int32)
+    else:
+        offset = q_offset
 
     offsets_m = tl.arange(0, BLOCK_M)
     query_rows = start_m + offsets_m  # [BLOCK_M]
@@ -916,6 +923,7 @@ def attention_forward(
         SCAN_PADDING=_padding_kind(key_padding) == BOOL.value and seqlen_k > 2 * block_n,
         HAS_RIGHT=positions.right is not None,
         HAS_LEFT=positions.left is not None,
+        TOP_LEFT=positions.is_plain,
         OFFSET_IN_MEMORY=isinstance(positions.q_offset, torch.Tensor),
         SOFTCAP=softcap != 0,
         ALIBI=slopes is not None,
@@ -992,6 +1000,7 @@ def aot_case(
         "SCAN_PADDING": True,
         "HAS_RIGHT": is_causal or positional,
         "HAS_LEFT": positional,
+        "TOP_LEFT": not positional,
         "OFFSET_IN_MEMORY": positional,
         "SOFTCAP": positional,
         "ALIBI": positional,
