@@ -51,6 +51,7 @@ from benchmarks.harness import (
     add_common_arguments,
     check_result,
     floors,
+    names_from,
     parse_shapes,
     time_call,
     time_first_call,
@@ -408,12 +409,7 @@ def summary(results: Results) -> str:
     return results.table(columns, rows)
 
 
-def parse_peers(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in ALL_PEERS]
-    if unknown or not names:
-        raise argparse.ArgumentTypeError(f"unknown peer {', '.join(unknown)}; accepted: {', '.join(ALL_PEERS)}")
-    return names
+parse_peers = names_from(ALL_PEERS, "peer")
 
 
 def main(argv: list[str] | None = None) -> int:

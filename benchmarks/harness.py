@@ -38,6 +38,7 @@ __all__ = [
     "add_common_arguments",
     "check_result",
     "environment",
+    "names_from",
     "parse_shapes",
     "relative_error",
     "time_call",
@@ -230,6 +231,19 @@ def parse_shapes(text: str) -> list[tuple[int, ...]]:
     if not shapes or any(size <= 0 for shape in shapes for size in shape):
         raise argparse.ArgumentTypeError(f"shapes are positive sizes such as '1,128 8,512', got {text!r}")
     return shapes
+
+
+def names_from(accepted: Sequence[str], what: str) -> Callable[[str], list[str]]:
+    """For argparse: `"eager,kernl"` to a list; an unknown one is an error that says what is accepted."""
+
+    def parse(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        unknown = [name for name in names if name not in accepted]
+        if unknown or not names:
+            raise argparse.ArgumentTypeError(f"unknown {what} {', '.join(unknown)}; accepted: {', '.join(accepted)}")
+        return names
+
+    return parse
 
 
 def run_if_available(name: str, make: Callable[[], Callable[[], Any]]) -> Callable[[], Any] | None:

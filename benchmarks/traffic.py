@@ -38,8 +38,9 @@ from typing import Any
 import torch
 from transformers import BertModel
 
-from benchmarks.bert import CONFIGS, Inputs, make_model, release_memory, reserved_bytes
-from benchmarks.harness import Results, check_result, time_first_call, time_host
+from benchmarks.bert import CONFIGS, ColdCaches, Inputs, make_model, release_memory, reserved_bytes
+from benchmarks.harness import Results, check_result, names_from, time_first_call, time_host
+from kernl.timing import synchronize
 
 PARTS = ("first", "host", "memory", "traffic")
 PEERS = ("kernl", "kernl-buckets", "inductor", "reduce-overhead")
@@ -126,8 +127,7 @@ def padded(inputs: Inputs) -> Inputs:
 def measure_first(arguments: argparse.Namespace, results: Results) -> None:
     """Two processes, one after the other, on one set of caches that is empty before the first."""
     with tempfile.TemporaryDirectory(prefix="kernl-traffic-", ignore_cleanup_errors=True) as folder:
-        variables = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "KERNL_CACHE_DIR")
-        environment = {**os.environ, **{name: os.path.join(folder, name.lower()) for name in variables}}
+        environment = {**os.environ, **{name: os.path.join(folder, name.lower()) for name in ColdCaches.VARIABLES}}
         for state in ("cold", "warm"):
             command = [
                 sys.executable,
@@ -262,7 +262,7 @@ def measure_traffic(arguments: argparse.Namespace, results: Results) -> None:
         begin = time.perf_counter()
         for request in inputs[:warm]:
             serve(request)
-        _wait()
+        synchronize()
         warmup_s = time.perf_counter() - begin
         passed, tokens, served = True, 0, 0
         begin = time.perf_counter()
@@ -273,7 +273,7 @@ def measure_traffic(arguments: argparse.Namespace, results: Results) -> None:
                 passed &= _close(output.cpu(), expected[index])
             if time.perf_counter() - begin > arguments.limit_s:
                 break
-        _wait()
+        synchronize()
         seconds = time.perf_counter() - begin
         results.add(
             part="traffic",
@@ -291,11 +291,6 @@ def measure_traffic(arguments: argparse.Namespace, results: Results) -> None:
         release_memory()
 
 
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 MEASURES: dict[str, Callable[[argparse.Namespace, Results], None]] = {
     "first": measure_first,
     "host": measure_host,
@@ -304,22 +299,11 @@ MEASURES: dict[str, Callable[[argparse.Namespace, Results], None]] = {
 }
 
 
-def names_from(accepted: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = [name for name in text.split(",") if name]
-        unknown = [name for name in names if name not in accepted]
-        if unknown or not names:
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; accepted: {', '.join(accepted)}")
-        return names
-
-    return parse
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(CONFIGS), default="base")
-    parser.add_argument("--parts", type=names_from(PARTS), default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--peers", type=names_from(PEERS), default=list(PEERS), help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--parts", type=names_from(PARTS, "part"), default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--peers", type=names_from(PEERS, "peer"), default=list(PEERS), help=f"of {', '.join(PEERS)}")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--shapes", type=int, default=50, help="new shapes after a first call")
     parser.add_argument("--limit-s", type=float, default=60.0, help="seconds of traffic a peer gets at most")

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 from kernl.graph import RewriteReport, canonicalize, default_registry, rewrite
 from kernl.graph.match import Refused
 from kernl.graph.memory import Storages, written_by
+from kernl.graph.table import placeholders_of
 from kernl.graph.tokens import TokenFlow, trace_tokens
 from kernl.ops.common import ahead_of, compile_ahead
 from kernl.options import Options
@@ -91,7 +93,9 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         refuse_what_cannot_run(inputs)
         note_what_stays_plain(inputs, report)
         inputs.mutated = written_inputs(gm)
-        entry.rewriting = rewrite_graph(gm, options, inputs)
+        canonical = canonicalize(gm)
+        inputs.tokens = token_flow(gm, inputs, options)
+        entry.rewriting = rewrite_graph(gm, canonical, options)
         function, entry.lowering = lower(gm, example_inputs, inputs, options)
         function = with_kernels_ahead(function, gm, example_inputs, inputs, entry)
         if options.deterministic:
@@ -141,11 +145,6 @@ class Inputs:
     @property
     def device(self) -> torch.device:
         return torch.device(self.devices[0]) if self.devices else torch.device("cpu")
-
-
-def placeholders_of(gm: GraphModule) -> list[Node]:
-    """The nodes that stand for the graph's inputs, in their order."""
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def _is_module_tensor(value: Any, source: Any) -> bool:
@@ -257,14 +256,8 @@ def token_flow(gm: GraphModule, inputs: Inputs, options: Options) -> TokenFlow |
         return f"error: {reason_of(error)}"
 
 
-def rewrite_graph(gm: GraphModule, options: Options, inputs: Inputs | None = None) -> RewriteReport:
-    """Bring the graph to one spelling, then let the patterns replace what they recognise.
-
-    inputs: of the graph; in between, they get the flow of its tokens.
-    """
-    canonical = canonicalize(gm)
-    if inputs is not None:
-        inputs.tokens = token_flow(gm, inputs, options)
+def rewrite_graph(gm: GraphModule, canonical: Counter[str], options: Options) -> RewriteReport:
+    """Let the patterns replace what they recognise. canonical: the edits that `canonicalize` has made before."""
     report = rewrite(gm, without=options.patterns_disabled, strict=options.strict)
     report.canonical = canonical
     gm.recompile()

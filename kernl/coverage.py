@@ -20,6 +20,7 @@ import torch
 
 from kernl.backend import Inputs as GraphInputs
 from kernl.backend import describe, load_options, plain_copy, rewrite_graph
+from kernl.graph import canonicalize
 from kernl.report import Report, reason_of
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 48, 16
@@ -82,7 +83,7 @@ def coverage(
             plain = plain_copy(gm)
             entry = report.new_graph()
             describe(gm, GraphInputs(gm, example_inputs), entry)
-            entry.rewriting = rewrite_graph(gm, settings)
+            entry.rewriting = rewrite_graph(gm, canonicalize(gm), settings)
             entry.lowering = "not run"
             entry.no_cuda_graph_because = "not run"
             return plain

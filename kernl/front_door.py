@@ -156,46 +156,34 @@ class Plan:
     """
 
     __slots__ = (
-        "_build",
         "_captured",
-        "_graph",
         "_modes",
-        "_slots",
         "_template",
         "_world",
+        "build",
         "grad",
+        "graph",
         "inference",
+        "slots",
     )
 
     def __init__(
         self, graph: CompiledGraph, template: list[Any], slots: tuple[tuple[int, int], ...], build: Build
     ) -> None:
-        self._graph = graph
+        self.graph = graph
         self._template = template
-        self._slots = slots
-        self._build = build
+        self.slots = slots
+        self.build = build
         self._captured: CapturedGraph | None = None
         self.grad = torch.is_grad_enabled()
         self.inference = _is_inference()
         self._modes = active_function_modes()
         self._world = GlobalStateGuard()
 
-    @property
-    def graph(self) -> CompiledGraph:
-        return self._graph
-
-    @property
-    def slots(self) -> tuple[tuple[int, int], ...]:
-        return self._slots
-
-    @property
-    def build(self) -> Build:
-        return self._build
-
     def for_sizes(self, numbers: Mapping[int, int]) -> Plan:
         """The plan of a call of other sizes; numbers: the graph's inputs that are sizes. It serves bare outputs."""
         template = [numbers.get(position, value) for position, value in enumerate(self._template)]
-        return Plan(self._graph, template, self._slots, lambda outputs, tensors: outputs)
+        return Plan(self.graph, template, self.slots, lambda outputs, tensors: outputs)
 
     def fits(self) -> bool:
         """Whether torch's global state is the one the plan was learnt under."""
@@ -219,26 +207,26 @@ class Plan:
         A captured graph is launched first, and the model is looked at while the GPU works.
         """
         inputs = self._template.copy()
-        for position, index in self._slots:
+        for position, index in self.slots:
             inputs[position] = tensors[index]
         captured = self._captured
         if captured is not None and not self.grad:
             outputs = captured.replay_ahead(inputs)
             if outputs is not None:
                 if state.unchanged(model, addresses=False) and captured.fixed_in_place(inputs):
-                    return self._build(outputs, tensors)
+                    return self.build(outputs, tensors)
                 return NOT_SERVED
             if not captured.is_alive:
                 captured = self._captured = None  # evicted or released: the runner captures anew
         if not self.suits(state, model):
             return NOT_SERVED
         if captured is not None:
-            return self._build(captured.replay(inputs), tensors)
-        outputs = self._graph(*inputs)
-        if self._graph.runner is not None:
+            return self.build(captured.replay(inputs), tensors)
+        outputs = self.graph(*inputs)
+        if self.graph.runner is not None:
             # All of the call's tensors are on the GPU, or there would be no runner: its key is part of the signature.
-            self._captured = self._graph.runner.lookup(inputs)
-        return self._build(outputs, tensors)
+            self._captured = self.graph.runner.lookup(inputs)
+        return self.build(outputs, tensors)
 
 
 def active_function_modes() -> tuple[Any, ...]:

@@ -83,9 +83,15 @@ def attention_of_module(
     if kwargs.get("output_attentions"):
         warn_once("output_attentions", 'attn_implementation="kernl" gives no attention weights; use "eager" for these')
     if dropout > 0.0:
-        return _with_dropout(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, softcap, **kwargs
-        )
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        if softcap is not None:
+            raise NotImplementedError(
+                'attn_implementation="kernl" has a softcap or dropout, not both: set attention_dropout=0 or use "eager"'
+            )
+        common = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **common, **kwargs)
+        return output, None
     is_decoder = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(query.shape[2] > 1 and attention_mask is None and is_decoder)
     output = attention(
@@ -107,37 +113,3 @@ def _joined(mask: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.d
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, torch.finfo(dtype).min)
     return bias + mask
-
-
-def _with_dropout(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    position_bias: torch.Tensor | None,
-    softcap: float | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if softcap is not None:
-        raise NotImplementedError(
-            'attn_implementation="kernl" has a softcap or dropout, not both: set attention_dropout=0 or use "eager"'
-        )
-    output, _ = sdpa_attention_forward(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=is_causal,
-        position_bias=position_bias,
-        **kwargs,
-    )
-    return output, None

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import kernl
-from kernl import backend
-from kernl.runtime.cuda_graph import CudaGraphRunner
 from tests import tiny
 from tests.runtime.fake_device import FakeDevice
+from tests.test_pipeline_with_graphs import device  # noqa: F401 (a fixture)
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "inference": torch.inference_mode,
@@ -47,28 +46,17 @@ def test_two_hundred_shapes(mode: str, masked: bool) -> None:
     assert all(graph.plain_because is None for graph in report.graphs)
 
 
-def test_all_modes_through_one_model() -> None:
+def test_all_modes_through_one_model(device: FakeDevice) -> None:  # noqa: F811
     """Modes, masks and shapes in any order; outputs of earlier calls are what they were at the end."""
-    device = FakeDevice()
-
-    class OnFakeDevice(CudaGraphRunner):
-        def __init__(self, function: Any, **options: Any) -> None:
-            super().__init__(function, capture_device=device, **options)
-
     plain, kept = tiny.bert(), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "CudaGraphRunner", OnFakeDevice)
-        patch.setattr(
-            backend, "obstacle_to_capture", lambda inputs, options: "gradients" if inputs.needs_grad else None
-        )
-        model = kernl.optimize_model(tiny.bert(), max_graphs=16)
-        rng = random.Random(5)
-        for seed, shape in enumerate(random_shapes(150, seed=7)):
-            inputs = tiny.text(*shape, seed)
-            if rng.random() < 0.5:
-                del inputs["attention_mask"]
-            with MODES[rng.choice(list(MODES))]():
-                kept.append((inputs, model(**inputs)))
+    model = kernl.optimize_model(tiny.bert(), max_graphs=16)
+    rng = random.Random(5)
+    for seed, shape in enumerate(random_shapes(150, seed=7)):
+        inputs = tiny.text(*shape, seed)
+        if rng.random() < 0.5:
+            del inputs["attention_mask"]
+        with MODES[rng.choice(list(MODES))]():
+            kept.append((inputs, model(**inputs)))
     for inputs, got in kept:
         with torch.no_grad():
             want = plain(**inputs)

@@ -313,7 +313,7 @@ def _two_valued(value: Value | None, node: Any) -> Select | None:
     return None
 
 
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "ge": lambda x, y: x >= y,
     "gt": lambda x, y: x > y,
     "le": lambda x, y: x <= y,
@@ -321,17 +321,17 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "eq": lambda x, y: x == y,
     "ne": lambda x, y: x != y,
 }
-_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
     "div": lambda x, y: x / y,
 }
 _TORCH_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(torch, name) for name in (*_COMPARISONS, *_ARITHMETIC, "neg")},
+    **{name: getattr(torch, name) for name in (*COMPARISONS, *ARITHMETIC, "neg")},
     "invert": torch.bitwise_not,
 }
-_CONSTANTS = frozenset("tensor zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like".split())
+FILLED = frozenset("tensor zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like".split())
 _VIEWS = frozenset(
     "contiguous clone detach getitem unsqueeze squeeze expand expand_as view view_as reshape flatten transpose permute "
     "select narrow repeat".split()
@@ -387,11 +387,11 @@ class _Reader:
             if value.dtype in _INDEX_DTYPES and isinstance(start, (int, torch.SymInt)) and type(step) is int:
                 return _simplified(Affine(start, {-1: step}), value.shape)
             return None
-        if op in _CONSTANTS:
+        if op in FILLED:
             return self._filled(call, value)
-        if op in _COMPARISONS:
+        if op in COMPARISONS:
             return self._compare(call, value)
-        if op in _ARITHMETIC:
+        if op in ARITHMETIC:
             return self._arithmetic(call, value)
         if op == "neg":
             return self._negate(call, value)
@@ -581,7 +581,7 @@ class _Reader:
                 return _at_least(minus, 0 if call.op == "le" else 1, value.shape)
             both = _at_least(difference, 0, value.shape).and_(_at_least(minus, 0, value.shape))
             return both.inverted() if both is not None and call.op == "ne" else both
-        return self._with_constant(call, value, left, right, _COMPARISONS[call.op])
+        return self._with_constant(call, value, left, right, COMPARISONS[call.op])
 
     def _arithmetic(self, call: Call, value: torch.Tensor) -> Value | None:
         if call.arguments.get("alpha", 1) != 1 or call.arguments.get("rounding_mode") is not None:
@@ -598,7 +598,7 @@ class _Reader:
             return left.plus(right, 1 if call.op == "add" else -1)
         if call.op == "mul" and isinstance(left, Predicate) and isinstance(right, Predicate):
             return left.and_(right) if value.dtype == torch.bool else None
-        return self._with_constant(call, value, left, right, _ARITHMETIC[call.op])
+        return self._with_constant(call, value, left, right, ARITHMETIC[call.op])
 
     def _with_constant(
         self,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 Tensor = torch.Tensor
 REQUIRED: Any = inspect.Parameter.empty
@@ -279,6 +279,11 @@ def _read_table() -> None:
 
 
 _read_table()
+
+
+def placeholders_of(gm: GraphModule) -> list[Node]:
+    """The nodes that stand for the graph's inputs, in their order."""
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def value_of(argument: Any) -> Any:

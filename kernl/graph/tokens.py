@@ -36,10 +36,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kernl.graph.mask import Sizes, read_additive, read_condition, round_to
+from kernl.graph.mask import ARITHMETIC, COMPARISONS, FILLED, Sizes, read_additive, read_condition, round_to
 from kernl.graph.match import Refused, require
 from kernl.graph.memory import switches_mode, written_by
-from kernl.graph.table import DROPOUTS, Call, call_of, does_nothing, op_name, value_of
+from kernl.graph.table import DROPOUTS, Call, call_of, does_nothing, op_name, placeholders_of, value_of
 
 Tensor = torch.Tensor
 
@@ -141,35 +141,28 @@ class Value:
 OTHER = Value(sources=frozenset({"other"}))
 
 _NUMERIC: dict[str, Callable[..., float]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "ge": lambda x, y: x >= y,
-    "gt": lambda x, y: x > y,
-    "le": lambda x, y: x <= y,
-    "lt": lambda x, y: x < y,
-    "eq": lambda x, y: x == y,
-    "ne": lambda x, y: x != y,
+    **ARITHMETIC,
+    **COMPARISONS,
     "maximum": max,
     "minimum": min,
     "neg": lambda x: -x,
     "abs": abs,
 }
 _COPIES = frozenset({"contiguous", "clone", "detach", "to", *DROPOUTS})
+_REPEATS = frozenset({"expand", "expand_as", "repeat"})
 _LOGIC = frozenset("and or xor invert logical_and logical_or logical_xor logical_not".split())
 _ELEMENTWISE = (
     frozenset(_NUMERIC)
     | _COPIES
     | _LOGIC
+    | _REPEATS
     | frozenset(
         "pow clamp where masked_fill floordiv remainder isinf isnan gelu relu silu mish relu6 hardswish hardsigmoid "
         "hardtanh leaky_relu elu celu selu threshold tanh sigmoid softplus exp log sqrt rsqrt square reciprocal sin "
-        "cos erf expand expand_as repeat".split()
+        "cos erf".split()
     )
 )
 _RESHAPES = frozenset({"view", "view_as", "reshape", "flatten", "squeeze", "unsqueeze"})
-_FILLED = frozenset("tensor zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like".split())
 _SHAPES = frozenset({"size", "repeats"})  # arguments that are sizes, and may be made from the length
 
 
@@ -180,7 +173,7 @@ def trace_tokens(gm: GraphModule, fixed: Collection[int]) -> TokenFlow:
 
     Each argument of shape [batch, length] is tried as the mask, those called so first. Raises Refused with the reason.
     """
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = placeholders_of(gm)
     arguments = [
         node
         for position, node in enumerate(placeholders)
@@ -324,7 +317,7 @@ class _Tracer:
         op = call.op
         if op in _ELEMENTWISE:
             return self.elementwise(node, call, value)
-        if op in _FILLED:
+        if op in FILLED:
             return self.filled(node, call)
         rule: Callable[..., Any] | None = getattr(self, f"of_{'reshape' if op in _RESHAPES else op}", None)
         require(rule is not None, f"{op} is not known to keep tokens apart")
@@ -419,7 +412,7 @@ class _Tracer:
         if dtype.is_floating_point or dtype.is_complex:
             return None
         first = _range(self.known(call.arguments.get("input")))
-        if call.op in _COPIES or call.op in ("expand", "expand_as", "repeat"):
+        if call.op in _COPIES | _REPEATS:
             return first
         second = _range(self.known(call.arguments.get("other")))
         if first is None or second is None:
@@ -746,7 +739,7 @@ def _evaluate(call: Call, dtype: torch.dtype, number_of: Callable[[Any], float |
     """The number an elementwise operation gives for operands of which some are known numbers; None if unknown."""
     number: float | None = None
     op = call.op
-    if op in _COPIES or op in ("expand", "expand_as", "repeat"):
+    if op in _COPIES | _REPEATS:
         number = number_of(call["input"])
     elif op in ("where", "masked_fill"):
         yes, no = (call["input"], call["other"]) if op == "where" else (call["value"], call["input"])

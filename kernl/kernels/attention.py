@@ -205,6 +205,7 @@ def _attend(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     DISTANCE_BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     TEST_KEYS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -215,8 +216,6 @@ def _attend(
 
     TEST_KEYS is false for a tile all of whose keys are in range, unpadded and inside the window of every query.
     """
-    # With anything that is added to the scores or done to them they keep their natural units (see "Corners").
-    NATURAL: tl.constexpr = ATTN_MASK == FLOAT or SOFTCAP or ALIBI or DISTANCE_BIAS
     offsets = tl.arange(0, BLOCK_N)
     keys = start_n + offsets  # [BLOCK_N]
     # Keys and mask are loaded for all keys that exist, so that no load waits for the padding; values are not.
@@ -410,6 +409,7 @@ def kernl_attention_forward(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     DISTANCE_BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     HIDDEN_ROWS_MEAN: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
@@ -420,7 +420,6 @@ def kernl_attention_forward(
     wait_for_previous_kernel(USE_PDL)
     let_next_kernel_start(USE_PDL)
 
-    NATURAL: tl.constexpr = ATTN_MASK == FLOAT or SOFTCAP or ALIBI or DISTANCE_BIAS
     # Programs of one head are neighbours, so that its keys and values are read from L2. Causal: longest ones first.
     blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)
@@ -562,6 +561,7 @@ def kernl_attention_forward(
                 SOFTCAP,
                 ALIBI,
                 DISTANCE_BIAS,
+                NATURAL,
                 TEST_KEYS,
                 ALIGNMENT,
                 USE_TMA,
@@ -689,11 +689,7 @@ _MASK = {
     256: _tilings("32 32 8 1"),
 }
 # So does what depends on positions.
-_POSITIONS = {
-    64: _tilings("64 32 8 2", "16 32 4 2"),
-    128: _tilings("64 32 8 2", "16 32 4 2"),
-    256: _tilings("32 32 8 1"),
-}
+_POSITIONS = {**_MASK, 128: _tilings("64 32 8 2", "16 32 4 2")}
 _HOPPER_MASK = {
     64: _tilings("64 32 8 2 tma", "64 32 8 2", "16 16 4 2"),
     128: _tilings("64 32 8 2", "16 32 4 2"),
@@ -881,6 +877,7 @@ def attention_forward(
     uses_tma = configuration.uses_tma and supports_tma(key) and supports_tma(value)
     block_d, block_dv = block_of(head_dim), block_of(value_dim)
     slopes, by_distance = positions.alibi_slopes, positions.distance_bias
+    # Scores that something is added to, or done to, keep their natural units (see "Corners").
     natural = _mask_kind(attn_mask) == FLOAT.value or softcap != 0 or slopes is not None or by_distance is not None
     can_hide = attn_mask is not None or key_padding is not None or positions.can_hide_a_row
     count_launch("attention_forward")
@@ -928,6 +925,7 @@ def attention_forward(
         SOFTCAP=softcap != 0,
         ALIBI=slopes is not None,
         DISTANCE_BIAS=by_distance is not None,
+        NATURAL=natural,
         HIDDEN_ROWS_MEAN=hidden_rows == "mean" and can_hide,
         ALIGNMENT=alignment_of(query, key, value),
         WIDE_OFFSETS=max(*all_strides, *mask_strides) >= 2**23,
@@ -1005,6 +1003,7 @@ def aot_case(
         "SOFTCAP": positional,
         "ALIBI": positional,
         "DISTANCE_BIAS": positional,
+        "NATURAL": positional or (attn_mask is not None and attn_mask != torch.bool),
         "HIDDEN_ROWS_MEAN": hidden_rows == "mean",
         "ALIGNMENT": unit if head_dim % unit == value_dim % unit == 0 else 1,
         "WIDE_OFFSETS": False,

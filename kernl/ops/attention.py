@@ -22,7 +22,6 @@ import torch
 import triton
 
 from kernl.kernels.attention import (
-    FARTHEST,
     Configuration,
     Positions,
     alignment_of,
@@ -42,6 +41,7 @@ from kernl.ops.attention_common import (
     fill_hidden_rows,
     float32_precision,
     kernel_takes,
+    op_arguments,
     reference_attention,
     visible_keys,
     without_padded,
@@ -94,7 +94,7 @@ def _torch_on_cpu(
     if attn_mask is not None or key_padding is not None:
         visible = visible_keys(scoring, range(seqlen_q), seqlen_k, query.device)
         is_causal = False
-        bias = attn_mask if scoring.has_float_mask else None
+        bias = attn_mask if scoring.kind_of_mask == "float" else None
         if visible is not None:
             base = torch.zeros((), dtype=query.dtype) if bias is None else bias
             bias = torch.where(visible, base, torch.full((), -math.inf, dtype=query.dtype))
@@ -238,16 +238,12 @@ def implementations(
         max(16, triton.next_power_of_2(seqlen_q)),
         max(16, triton.next_power_of_2(seqlen_k)),
         scoring.is_causal,
-        "none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+        scoring.kind_of_mask,
         _mask_alignment(mask),
-        _kind_of_padding(scoring.key_padding),
+        scoring.kind_of_padding,
         *(name in runs for name in ("flash", "cudnn")),
     )
-    return runs, problem if scoring.is_plain else (*problem, *scoring.problem_class(mask)), name
-
-
-def _kind_of_padding(key_padding: torch.Tensor | None) -> str:
-    return "none" if key_padding is None else "bool" if key_padding.dtype == torch.bool else "lengths"
+    return runs, problem if scoring.is_plain else (*problem, *scoring.kinds_of_position), name
 
 
 def _torch_on_gpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> dict[str, Run]:
@@ -359,7 +355,7 @@ def _kernels_ahead(
     sixteens = tuple(tensor.stride(2) % 16 == 0 for tensor in (small_query, small_key, small_value))
     sizes = (head_dim, value.shape[3], heads // key.shape[1], sixteens, per_query, float32_precision())
     in_memory = positions.q_offset.dtype if isinstance(positions.q_offset, torch.Tensor) else None
-    others = (scoring.problem_class(mask), scoring.hidden_rows, positions.can_hide_a_row, in_memory)
+    others = (scoring.kinds_of_position, scoring.hidden_rows, positions.can_hide_a_row, in_memory)
     for tiling in defaults:
         short, long = 16, 2 * tiling.block_n + 16
         for seqlen in (short, long) if key_padding is not None and key_padding.dtype == torch.bool else (short,):
@@ -532,20 +528,18 @@ def attention(
     check_positions(query, window, q_offset, alibi_slopes, relative_position_bias, softcap)
     if hidden_rows not in HIDDEN_ROWS:
         raise ValueError(f"hidden_rows: got {hidden_rows!r}, accepted {', '.join(map(repr, HIDDEN_ROWS))}")
-    output, logsumexp = torch.ops.kernl.attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        key_padding,
-        1 / math.sqrt(query.shape[3]) if scale is None else float(scale),
-        bool(is_causal),
-        hidden_rows,
-        *(None if side < 0 else min(side, FARTHEST.value) for side in window),
-        0 if isinstance(q_offset, torch.Tensor) else q_offset,
-        q_offset.reshape(()) if isinstance(q_offset, torch.Tensor) else None,
-        float(softcap or 0.0),
-        alibi_slopes,
-        None if relative_position_bias is None else relative_position_bias.by_distance(),
+    arguments = op_arguments(
+        query.shape[3],
+        scale=scale,
+        attn_mask=attn_mask,
+        key_padding=key_padding,
+        is_causal=is_causal,
+        window=window,
+        q_offset=q_offset,
+        alibi_slopes=alibi_slopes,
+        relative_position_bias=relative_position_bias,
+        softcap=softcap,
+        hidden_rows=hidden_rows,
     )
+    output, logsumexp = torch.ops.kernl.attention(query, key, value, *arguments)
     return (output, logsumexp) if return_logsumexp else output

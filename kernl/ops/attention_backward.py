@@ -249,7 +249,9 @@ def backward_implementations(request: Request) -> tuple[dict[str, Run], tuple[An
         max(16, triton.next_power_of_2(seqlen_q)),
         max(16, triton.next_power_of_2(seqlen_k)),
         None if masked is None else tuple(size > 1 for size in masked.shape),
-        *scoring.problem_class(mask),
+        scoring.kind_of_mask,
+        scoring.kind_of_padding,
+        scoring.is_causal,
     )
     return runs, problem, "pytorch" if query.is_cuda else tilings[0].name
 

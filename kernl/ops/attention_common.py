@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernl.kernels.attention import ANYWHERE, MAX_HEAD_DIM, Positions
+from kernl.kernels.attention import ANYWHERE, FARTHEST, MAX_HEAD_DIM, Positions
 from kernl.ops.common import empty, kernel_runs_on
 from kernl.ops.relative_position import RelativePositionBias
 
@@ -71,30 +71,34 @@ class Scoring:
         return self.positions.right == 0
 
     @property
-    def has_float_mask(self) -> bool:
-        return self.attn_mask is not None and self.attn_mask.dtype != torch.bool
+    def kind_of_mask(self) -> str:
+        return "none" if self.attn_mask is None else "bool" if self.attn_mask.dtype == torch.bool else "float"
 
-    def with_padding_recognised(self, batch: int, seqlen_k: int) -> Scoring:
-        """A bool mask that is the same for all heads and queries becomes a key padding, whose tiles are skipped."""
-        if self.key_padding is not None or self.attn_mask is None or self.attn_mask.dtype != torch.bool:
-            return self
-        key_padding = as_key_padding(self.attn_mask, batch, seqlen_k)
-        if key_padding is None:
-            return self
-        return dataclasses.replace(self, attn_mask=None, key_padding=key_padding)
+    @property
+    def kind_of_padding(self) -> str:
+        return "none" if self.key_padding is None else "bool" if self.key_padding.dtype == torch.bool else "lengths"
 
-    def problem_class(self, mask: torch.Tensor | None) -> tuple[Any, ...]:
-        """What implementations are chosen by, besides sizes and types. mask: attn_mask, expanded."""
+    @property
+    def kinds_of_position(self) -> tuple[bool, ...]:
+        """Which things that are not plain there are: implementations are chosen by them."""
         positions = self.positions
         return (
-            "none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
-            "none" if self.key_padding is None else "bool" if self.key_padding.dtype == torch.bool else "lengths",
             positions.right is not None,
             positions.left is not None,
             self.softcap != 0,
             positions.alibi_slopes is not None,
             positions.distance_bias is not None,
         )
+
+    def with_padding_recognised(self, batch: int, seqlen_k: int) -> Scoring:
+        """A bool mask that is the same for all heads and queries becomes a key padding, whose tiles are skipped."""
+        if self.key_padding is not None or self.kind_of_mask != "bool":
+            return self
+        assert self.attn_mask is not None
+        key_padding = as_key_padding(self.attn_mask, batch, seqlen_k)
+        if key_padding is None:
+            return self
+        return dataclasses.replace(self, attn_mask=None, key_padding=key_padding)
 
 
 def empty_by_rows(like: torch.Tensor, dim: int) -> torch.Tensor:
@@ -217,7 +221,7 @@ def softmax_over_visible(query: torch.Tensor, key: torch.Tensor, scoring: Scorin
             scores = scores - positions.alibi_slopes.to(scores.dtype).view(-1, heads, 1, 1) * distance.abs()
         if positions.distance_bias is not None:
             scores = scores + positions.distance_bias.to(scores.dtype)[:, bias_index(positions, distance)]
-    if scoring.has_float_mask:
+    if scoring.kind_of_mask == "float":
         mask = slice_rows(scoring.attn_mask, rows)
         assert mask is not None
         scores = scores + mask.to(scores.dtype)
@@ -261,10 +265,8 @@ def fill_hidden_rows(
     return output, logsumexp
 
 
-def reference_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+def op_arguments(
+    head_dim: int,
     *,
     scale: float | None = None,
     attn_mask: torch.Tensor | None = None,
@@ -276,16 +278,29 @@ def reference_attention(
     relative_position_bias: RelativePositionBias | None = None,
     softcap: float | None = None,
     hidden_rows: str = "zero",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention from its formulas, whatever kernels there are: arguments of `kernl.ops.attention`, (output, logsumexp).
+) -> tuple[Any, ...]:
+    """What `kernl.ops.attention` takes by name, as the arguments of the op after its operands (`SCORING_SCHEMA`)."""
+    in_memory = isinstance(q_offset, torch.Tensor)
+    return (
+        attn_mask,
+        key_padding,
+        1 / math.sqrt(head_dim) if scale is None else float(scale),
+        bool(is_causal),
+        hidden_rows,
+        *(None if side < 0 else min(side, FARTHEST.value) for side in window),
+        0 if in_memory else q_offset,
+        q_offset.reshape(()) if isinstance(q_offset, torch.Tensor) else None,
+        float(softcap or 0.0),
+        alibi_slopes,
+        None if relative_position_bias is None else relative_position_bias.by_distance(),
+    )
 
-    Computes in float64 for float64 operands, else in float32; logsumexp has that type.
+
+def reference_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention from its formulas, whatever kernels there are. options: those of `kernl.ops.attention`.
+
+    Returns (output, logsumexp). Computes in float64 for float64 operands, else in float32; logsumexp has that type.
     """
-    left, right = (None if side < 0 else side for side in window)
-    if is_causal:
-        right = 0
-    bias = None if relative_position_bias is None else relative_position_bias.by_distance()
-    positions = Positions(left, right, q_offset, alibi_slopes, bias)
-    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    scoring = Scoring(attn_mask, key_padding, scale, hidden_rows, positions, softcap or 0.0)
-    return attention_by_formulas(query, key, value, scoring)
+    return attention_by_formulas(query, key, value, Scoring.of_op(*op_arguments(query.shape[3], **options)))

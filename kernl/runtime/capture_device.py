@@ -32,9 +32,9 @@ larger shape fits, and growing shapes start few pools. Shapes warmed up largest 
 A capture that fails, because the function waits for the GPU, makes PyTorch refuse further captures into its pool. The
 next ones take a new pool, and the graphs of the old one stay: until the next restart the budget holds for each.
 
-Capturing executes nothing on the GPU. It happens in thread-local mode (other threads may go on
-launching), with the garbage collector paused (it could destroy another graph, which is illegal while capturing) and
-without autocast's cache (a graph must cast its weights itself, from their addresses).
+Capturing executes nothing on the GPU. It happens in thread-local mode (other threads may go on launching), with the
+garbage collector paused (it could destroy another graph, which is illegal while capturing) and without autocast's cache
+(a graph must cast its weights itself, from their addresses).
 
 Threads. Two locks, always taken in this order:
 
@@ -175,13 +175,12 @@ class CudaCaptureDevice:
         self.runners: weakref.WeakSet[Evictable] = weakref.WeakSet()
         self._side_stream: torch.cuda.Stream | None = None
         self._capture_stream: torch.cuda.Stream | None = None
-        self._capture_stream_is_fresh = False  # cuBLAS has no workspace for it
         self._last_stream: torch.cuda.Stream | None = None
         self._last_raw_stream: int | None = None
         self._pools: list[Any] = []
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._budget = PoolBudget()
-        self._workspace_owners: set[int] = set()  # threads that have left a workspace in the pool
+        self._workspace_owners: set[int] = set()  # threads whose cuBLAS may have a workspace for the capture stream
         self._is_capturing = False
         self._buried: list[list[Any]] = []  # graphs to destroy once no capture is under way
         # Graphs whose capture could not be ended: the allocators may still point at them, so they are never destroyed.
@@ -324,7 +323,6 @@ class CudaCaptureDevice:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._capture_stream):
             graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
-            self._capture_stream_is_fresh = False
             self._workspace_owners.add(threading.get_ident())
             try:
                 outputs = function(*arguments)
@@ -346,7 +344,6 @@ class CudaCaptureDevice:
         if not _other_threads_wait():
             return False
         torch._C._cuda_clearCublasWorkspaces()
-        self._capture_stream_is_fresh = True
         self._workspace_owners.clear()
         return True
 
@@ -366,10 +363,9 @@ class CudaCaptureDevice:
         device = torch.device("cuda", self.index)
         with torch.inference_mode(False):
             scalar = torch.zeros(1, device=device)
-        if self._capture_stream is None or not self._capture_stream_is_fresh:
+        if self._capture_stream is None or self._workspace_owners:
             # Its workspace lies in an older pool. The stream is not destroyed: PyTorch remembers workspaces by handle.
             self._capture_stream = _private_stream(self.index)
-            self._capture_stream_is_fresh = True
             self._workspace_owners.clear()
         pool = torch.cuda.graph_pool_handle()
         anchor = torch.cuda.CUDAGraph()

@@ -70,4 +70,4 @@ def test_first_calls_of_two_processes(tmp_path: Path) -> None:
 def test_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         traffic.main(["--parts", "first,second"])
-    assert "unknown second; accepted: first, host, memory, traffic" in capsys.readouterr().err
+    assert "unknown part second; accepted: first, host, memory, traffic" in capsys.readouterr().err
