@@ -51,12 +51,14 @@ test:
 		$(MAKE) --no-print-directory test-oldest || status=1; exit $$status
 
 # Without a GPU in sight, so that a machine with one runs the same tests: kernels run through Triton's interpreter.
+# Every test of a kernel runs on both ends; of its cases the one end runs one half and the other end the other.
 test-oldest: $(OLDEST)
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/gpu $(ARGS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/gpu \
+		$(if $(DEV),--share 1/2) $(ARGS)
 
 test-newest: $(if $(DEV),$(VENV_NEWEST)/.test)
 	$(if $(DEV),CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(VENV_NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
-		$(TESTS_NEWEST) $(ARGS),@echo "VENV=none: the newest end needs an environment of its own, skipped")
+		$(TESTS_NEWEST) --share 2/2 $(ARGS),@echo "VENV=none: the newest end needs an environment of its own, skipped")
 
 # The tests of the ops too: there the kernels run natively, not through the interpreter.
 test-gpu: $(DEV)

@@ -32,6 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 from kernl.graph import RewriteReport, canonicalize, default_registry, rewrite
 from kernl.graph.match import Refused
 from kernl.graph.memory import Storages, written_by
+from kernl.graph.numbers import with_floats_of_modules
 from kernl.graph.table import placeholders_of
 from kernl.graph.tokens import TokenFlow, trace_tokens
 from kernl.ops.common import ahead_of, compile_ahead
@@ -66,7 +67,12 @@ def kernl_backend(
             f'mode={mode!r}: backend "kernl" has no modes (CUDA graphs and tuning are on by default); '
             "leave it out and use options={...}"
         )
-    return compile_graph(gm, example_inputs, load_options(options), _torch_compile_report)
+    checked = load_options(options)
+    gm, kept = with_floats_of_modules(gm)
+    compiled = compile_graph(gm, [example_inputs[position] for position in kept], checked, _torch_compile_report)
+    if len(kept) == len(example_inputs):
+        return compiled
+    return lambda *inputs: compiled(*(inputs[position] for position in kept))
 
 
 def report() -> Report:

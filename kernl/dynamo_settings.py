@@ -21,9 +21,6 @@ from torch.fx.experimental import _config as symbolic_shapes_config
 
 from kernl.options import Options
 
-# Older versions specialise on batch 1 all the same: batch 1 and larger ones are two graphs there.
-ONE_CAN_BE_A_SIZE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-
 _dynamo_config: Any = torch._dynamo.config
 _shapes_config: Any = symbolic_shapes_config
 _settings_are_per_thread = isinstance(_dynamo_config._config["recompile_limit"].user_override, ContextVar)
@@ -42,7 +39,8 @@ def dynamo_settings(
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Context managers with TorchDynamo's settings for one model; outside of them the user's hold.
 
-    one_is_a_size: symbolic sizes may be 1, so that batch 1 needs no graph of its own.
+    one_is_a_size: symbolic sizes may be 1, so that batch 1 needs no graph of its own. (On the CPU, PyTorch before 2.13
+        still makes one where scaled_dot_product_attention takes a mask.)
     in_parts: the model is captured as several graphs. Past the limit TorchDynamo then runs a part as plain PyTorch; an
         error in the middle of a call would come too late to start again.
 

@@ -44,7 +44,7 @@ from torch.utils._device import DeviceContext
 
 from kernl.backend import CannotCapture, CompiledGraph, WeightsChanged, compile_graph, source_name
 from kernl.buckets import Buckets
-from kernl.dynamo_settings import ONE_CAN_BE_A_SIZE, dynamo_settings, has_length_1
+from kernl.dynamo_settings import dynamo_settings, has_length_1
 from kernl.model_state import ModelState
 from kernl.options import Options
 from kernl.report import Report, reason_of, warn_once
@@ -384,7 +384,7 @@ class FrontDoor:
         if dynamic is None and symbolic:
             dynamic = True
         self._may_turn_to_fixed_sizes = dynamic is True and self.options.dynamic is None
-        self._any_batch = dynamic is True and ONE_CAN_BE_A_SIZE
+        self._any_batch = dynamic is True
         self._use_settings(in_parts=False)
         self._start_with(torch.compile(entry, backend=self._compile, dynamic=dynamic))
 

@@ -4,12 +4,18 @@ Without a GPU the kernels run in Triton's interpreter, which has to be chosen be
 ask for the `kernels` fixture run kernels; all others see the plain CPU path.
 
     pytest tests/ops --op attention --dtype fp16,bf16 --shape 2x3x40
+
+Kernels have hundreds of cases, and two versions of Triton to run on: `--share 1/2` runs one half of each kernel test's
+cases, `--share 2/2` the other.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +48,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(
             f"--{name}", action="append", default=[], metavar=name.upper(), help=f"{text}; commas or repeats add up"
         )
+    group.addoption(
+        "--share",
+        type=_read_share,
+        default=(1, 1),
+        metavar="I/N",
+        help="of tests/ops and tests/aot run the I-th of N shares: each parametrised test gives about 1/N of its cases",
+    )
+
+
+def _read_share(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"--share {text}: accepted is I/N with 1 <= I <= N, such as 1/2")
+    return int(found[1]), int(found[2])
+
+
+def _not_in_share(items: list[pytest.Item], share: tuple[int, int]) -> set[pytest.Item]:
+    """Cases of kernel tests that another share runs. Neighbours are drawn apart: they differ in the last parameter."""
+    part, parts = share
+    folders = [Path(__file__).parent / name for name in ("ops", "aot")]
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and any(folder in item.path.parents for folder in folders):
+            cases[item.nodeid.split("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for of_one_test in cases.values():
+        shuffled = sorted(of_one_test, key=lambda item: (zlib.crc32(item.nodeid.encode()), item.nodeid))
+        left_out.update(item for position, item in enumerate(shuffled) if position % parts != part - 1)
+    return left_out
 
 
 def _spellings(value: object) -> set[str]:
@@ -79,6 +114,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if wanted:
             dropped += [item for item in kept if not _matches(item, name, wanted)]
             kept = [item for item in kept if _matches(item, name, wanted)]
+    left_out = _not_in_share(kept, config.getoption("--share"))
+    dropped += [item for item in kept if item in left_out]
+    kept = [item for item in kept if item not in left_out]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept

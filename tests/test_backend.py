@@ -47,6 +47,35 @@ def test_options_of_torch_compile() -> None:
     assert rewriting is not None and "linear_gelu" not in rewriting.patterns and rewriting.matched("layer_norm") > 0
 
 
+def test_models_with_other_floats_are_fused_too() -> None:
+    """TorchDynamo takes a float that it has seen with another value before, here `eps`, as an input of the graph."""
+    for epsilon in (1e-5, 1e-3, 1e-1):
+        model, x = tiny.encoder(), tiny.activations()
+        for norm in (module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)):
+            norm.eps = epsilon
+        fast = torch.compile(model, backend=kernl_backend)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x))
+            graph = backend.report().graphs[-1]
+            assert graph.rewriting is not None and graph.rewriting.matched("layer_norm") > 0
+            for norm in (module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)):
+                norm.eps = 0.5 + epsilon  # guarded
+            torch.testing.assert_close(fast(x), model(x))
+            assert backend.report().graphs[-1] is not graph
+
+
+def test_floats_of_the_caller_stay_symbols() -> None:
+    def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return torch.nn.functional.gelu(x) * factor
+
+    fast, x = torch.compile(scaled, backend=kernl_backend), tiny.activations()
+    for factor in (2.0, 3.0, 4.0):
+        torch.testing.assert_close(fast(x, factor), scaled(x, factor))
+    graphs = len(backend.report().graphs)
+    torch.testing.assert_close(fast(x, 5.0), scaled(x, 5.0))
+    assert len(backend.report().graphs) == graphs
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
