@@ -28,9 +28,11 @@ _HOMES = {
     "register_attention": "kernl.hf_attention",
     "register_pattern": "kernl.graph",
     "ops": "kernl.ops",
+    "nn": "kernl.nn",
 }
 
 if TYPE_CHECKING:
+    from kernl import nn as nn
     from kernl import ops as ops
     from kernl.graph import register_pattern as register_pattern
     from kernl.hf_attention import register_attention as register_attention
@@ -45,6 +47,7 @@ __all__ = [
     "Options",
     "__version__",
     "disabled",
+    "nn",
     "ops",
     "optimize_model",
     "register_attention",

@@ -21,6 +21,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # Helpers for tests of the ops, of use to people outside too. It reaches for the interpreter's switches only.
     "kernl.testing": ("kernl.ops.common",),
     "kernl.timing": (),
+    "kernl.nn": ("kernl.ops",),
     "kernl.options": (),
     "kernl.report": ("kernl.options", "kernl.graph", "kernl.runtime"),
     # Of the ops it may only ask for kernels to be compiled ahead of a first run. Which op stands for what is the
