@@ -1,16 +1,17 @@
-"""LayerNorm, and LayerNorm of a sum, against their peers.
+"""LayerNorm and RMSNorm, alone and of a sum, against their peers.
 
     python benchmarks/norm.py                                   all shapes, fp16
     python benchmarks/norm.py --shapes "16384,768" --dtype bf16
     python benchmarks/norm.py --sweep --shapes "128,768"        every configuration of the kernel instead of peers
 
-A shape is rows,columns. Three operations:
+A shape is rows,columns. Six operations:
 
     layer_norm          one tensor in, one out
     add_layer_norm      two in, the norm and the sum out (pre-norm models: the sum is the next residual)
     layer_norm_of_sum   two in, the norm out (post-norm models)
+    rms_norm, add_rms_norm, rms_norm_of_sum   the same for RMSNorm; in plain PyTorch, the formula of Llama's module
 
-Peers: eager PyTorch, Inductor (compiled for each shape) and kernl; Liger's LayerNorm where it is installed. `us` is GPU
+Peers: eager PyTorch, Inductor (compiled for each shape) and kernl; Liger's norms where they are installed. `us` is GPU
 time with a cold L2 cache, `warm_us` that of ten calls in a CUDA graph, operands in L2 where they fit. `gb_s` counts the
 bytes the operation must move (each operand once) over `us`; `share` is that over the GPU's copy bandwidth.
 """
@@ -34,7 +35,7 @@ from benchmarks.harness import (
     run_if_available,
     time_in_graph,
 )
-from kernl.kernels.norm import NormConfig, choose_config, launch_layer_norm
+from kernl.kernels.norm import NormConfig, choose_config, launch_norm
 from kernl.runtime.capability import capability_of
 
 EPSILON = 1e-5
@@ -44,7 +45,14 @@ SHAPES = [(16, 768), (128, 768), (1024, 768), (4096, 768), (16384, 768), (4096, 
 QUICK_SHAPES = [(128, 768), (4096, 1024)]
 
 # Tensors of the input's size that an operation has to move.
-TENSORS_MOVED = {"layer_norm": 2, "add_layer_norm": 4, "layer_norm_of_sum": 3}
+TENSORS_MOVED = {
+    "layer_norm": 2,
+    "add_layer_norm": 4,
+    "layer_norm_of_sum": 3,
+    "rms_norm": 2,
+    "add_rms_norm": 4,
+    "rms_norm_of_sum": 3,
+}
 PEERS = ("eager", "inductor", "liger", "kernl")
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # input, residual, weight, bias
@@ -60,47 +68,53 @@ def draw(rows: int, columns: int, dtype: torch.dtype, device: str) -> Operands:
     return normal(rows, columns), normal(rows, columns), normal(columns) + 1, normal(columns)
 
 
+def is_rms(operation: str) -> bool:
+    return "rms_norm" in operation
+
+
+def of_sum(operation: str) -> bool:
+    return operation not in ("layer_norm", "rms_norm")
+
+
 def plain(operation: str) -> Operation:
     """The operation in plain PyTorch; the first result is the norm."""
 
-    def layer_norm(x: torch.Tensor, _: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-        return (F.layer_norm(x, (x.shape[-1],), weight, bias, EPSILON),)
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if not is_rms(operation):
+            return F.layer_norm(x, (x.shape[-1],), weight, bias, EPSILON)
+        wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+        return weight * wide.to(x.dtype)
 
-    def add_layer_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-        total = x + residual
-        return F.layer_norm(total, (x.shape[-1],), weight, bias, EPSILON), total
+    def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        total = x + residual if of_sum(operation) else x
+        return (norm(total, weight, bias), *([total] if operation.startswith("add_") else []))
 
-    def layer_norm_of_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-        return (F.layer_norm(x + residual, (x.shape[-1],), weight, bias, EPSILON),)
-
-    return {
-        "layer_norm": layer_norm,
-        "add_layer_norm": add_layer_norm,
-        "layer_norm_of_sum": layer_norm_of_sum,
-    }[operation]
+    return function
 
 
 def with_kernl(operation: str) -> Operation:
     op = getattr(torch.ops.kernl, operation)
-    if operation == "layer_norm":
-        return lambda x, _, weight, bias: (op(x, weight, bias, EPSILON),)
-    if operation == "add_layer_norm":
-        return lambda x, residual, weight, bias: op(x, residual, weight, bias, EPSILON)
-    return lambda x, residual, weight, bias: (op(x, residual, weight, bias, EPSILON),)
+
+    def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        operands = (x, residual, weight) if of_sum(operation) else (x, weight)
+        result = op(*operands, *((EPSILON, 0.0, x.dtype) if is_rms(operation) else (bias, EPSILON)))
+        return result if isinstance(result, tuple) else (result,)
+
+    return function
 
 
 def with_liger(operation: str) -> Operation:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    norm = LigerLayerNormFunction.apply
-    if operation == "layer_norm":
-        return lambda x, _, weight, bias: (norm(x, weight, bias, EPSILON),)
+    def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        total = x + residual if of_sum(operation) else x
+        if is_rms(operation):
+            return LigerRMSNormFunction.apply(total, weight, EPSILON), total
+        return LigerLayerNormFunction.apply(total, weight, bias, EPSILON), total
 
-    def of_sum(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-        total = x + residual
-        return norm(total, weight, bias, EPSILON), total
-
-    return of_sum
+    return function
 
 
 def make_peer(name: str, operation: str, operands: Operands) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -136,14 +150,15 @@ def make_configured(operation: str, operands: Operands, config: NormConfig) -> C
     capability = capability_of(x.device)
 
     def call() -> tuple[torch.Tensor, ...]:
-        launch_layer_norm(
+        launch_norm(
             x,
             weight,
-            bias,
+            None if is_rms(operation) else bias,
             output,
             EPSILON,
-            residual=None if operation == "layer_norm" else residual,
-            total=total if operation == "add_layer_norm" else None,
+            residual=residual if of_sum(operation) else None,
+            total=total if operation.startswith("add_") else None,
+            rms=is_rms(operation),
             sm_count=capability.sm_count,
             use_pdl=capability.has_pdl,
             config=config,
@@ -182,11 +197,10 @@ def run(arguments: argparse.Namespace) -> int:
         operands = draw(rows, columns, dtype, device)
         for operation in arguments.operations:
             exact = plain(operation)(*operands)
-            if operation != "layer_norm":  # the norm of the sum as it is rounded
-                total = operands[0] + operands[1]
-                reference = plain("layer_norm")(*(x.double() for x in (total, total, *operands[2:])))[0]
-            else:
-                reference = plain(operation)(*(x.double() for x in operands))[0]
+            # The norm of the sum as it is rounded.
+            total = operands[0] + operands[1] if of_sum(operation) else operands[0]
+            alone = "rms_norm" if is_rms(operation) else "layer_norm"
+            reference = plain(alone)(*(x.double() for x in (total, total, *operands[2:])))[0]
             moved = TENSORS_MOVED[operation] * operands[0].numel() * dtype.itemsize
             floor_ms, _ = floors(moved, 0)
             for name, call in contenders(operation, operands, arguments):
@@ -223,7 +237,7 @@ def _names(accepted: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="LayerNorm against its peers.")
+    parser = argparse.ArgumentParser(description="LayerNorm and RMSNorm against their peers.")
     parser.add_argument("--shapes", type=parse_shapes, help="rows,columns pairs: '16384,768 4096,8192'")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp16")
     operations = tuple(TENSORS_MOVED)

@@ -1,7 +1,11 @@
 """Linear layers: with the activation behind them, together with others that read the same input, and alone.
 
     activation(x @ weight.T + bias)            gelu, gelu_tanh, relu, silu, tanh, quick_gelu
+    activation(x @ gate.T) * (x @ up.T)        the same, gated by another linear of the same input and size
     x @ [weight_1 | ... | weight_n].T          n = 2 to 4 linears of one input, in one launch, each with its own result
+
+Gated with silu (SwiGLU): Llama, Qwen, Mistral; with gelu_tanh: T5 1.1, FLAN-T5, mT5, Gemma. The original T5 has relu
+and no gate. What follows (T5 casts to fp32 before a `wo` that it keeps in fp32) is no part of the match.
 
 Activations come as one call or spelled out; the spelled-out ones are recognised by their form, their constants captured
 and compared:
@@ -19,6 +23,7 @@ of BERT, ViT, T5, ...; key and value of cross-attention; the two heads of a ques
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Node
@@ -42,12 +47,30 @@ from kernl.patterns.common import kernl_op, require_kernel_tensors
 
 _linear = op("linear", var("input"), var("weight"), var("bias", or_none=True)).named("linear")
 _x = var("linear")  # the linear's result, where it occurs again
+_up = op("linear", var("input"), var("up_weight"), var("up_bias", or_none=True))
+
+Rewrite = Callable[..., Emitted]
+
+
+def _register_activation(name: str, pattern: Pattern) -> Callable[[Rewrite], Rewrite]:
+    """Register a rewrite function for `pattern`, an activation of a linear, and for `pattern` gated by another one."""
+
+    def register(rewrite: Rewrite) -> Rewrite:
+        register_pattern(f"gated_{name}", op("mul", pattern, _up), priority=25)(rewrite)
+        return register_pattern(f"linear_{name}", pattern, priority=20)(rewrite)
+
+    return register
 
 
 def _linear_op(match: Match, activation: str) -> Emitted:
     input, weight, bias = match["input"], match["weight"], match["bias"]
     _require_linear(match, input, weight, bias)
-    return emit(kernl_op("linear"), input, weight, bias, activation)
+    up_weight, up_bias = match.get("up_weight"), match.get("up_bias")
+    if up_weight is None:
+        return emit(kernl_op("linear"), input, weight, bias, activation)
+    _require_linear(match, input, up_weight, up_bias)
+    require(value_of(weight).shape == value_of(up_weight).shape, "gate and gated linear are of different sizes")
+    return emit(kernl_op("gated_linear"), input, weight, up_weight, bias, up_bias, activation)
 
 
 def _require_linear(match: Match, input: Node, weight: Node, bias: Node | None) -> None:
@@ -64,28 +87,28 @@ def _require_constant(name: str, value: float, expected: float) -> None:
 # -- one call ----------------------------------------------------------------------------------------------------------
 
 
-@register_pattern("linear_gelu", op("gelu", _linear), priority=20)
+@_register_activation("gelu", op("gelu", _linear))
 def linear_gelu(match: Match) -> Emitted:
     return _linear_op(match, "gelu")
 
 
-@register_pattern("linear_gelu_tanh", op("gelu", _linear, approximate="tanh"), priority=20)
+@_register_activation("gelu_tanh", op("gelu", _linear, approximate="tanh"))
 def linear_gelu_tanh(match: Match) -> Emitted:
     return _linear_op(match, "gelu_tanh")
 
 
-@register_pattern("linear_relu", op("relu", _linear), priority=20)
+@_register_activation("relu", op("relu", _linear))
 def linear_relu(match: Match) -> Emitted:
     return _linear_op(match, "relu")
 
 
 # silu(x), or x * sigmoid(x)
-@register_pattern("linear_silu", op("silu", _linear) | op("mul", _linear, op("sigmoid", _x)), priority=20)
+@_register_activation("silu", op("silu", _linear) | op("mul", _linear, op("sigmoid", _x)))
 def linear_silu(match: Match) -> Emitted:
     return _linear_op(match, "silu")
 
 
-@register_pattern("linear_tanh", op("tanh", _linear), priority=20)
+@_register_activation("tanh", op("tanh", _linear))
 def linear_tanh(match: Match) -> Emitted:
     return _linear_op(match, "tanh")
 
@@ -94,7 +117,7 @@ def linear_tanh(match: Match) -> Emitted:
 
 
 # x * sigmoid(slope * x)
-@register_pattern("linear_quick_gelu", op("mul", _linear, op("sigmoid", scaled(_x, "slope"))), priority=20)
+@_register_activation("quick_gelu", op("mul", _linear, op("sigmoid", scaled(_x, "slope"))))
 def linear_quick_gelu(match: Match, slope: float) -> Emitted:
     _require_constant("the slope", slope, 1.702)
     return _linear_op(match, "quick_gelu")
@@ -116,7 +139,7 @@ def _require_half_gate(half: float, one: float) -> None:
 
 
 # x / 2 * (1 + erf(x / sqrt(2)))
-@register_pattern("linear_gelu_erf", _half_gate(op("erf", scaled(_x, "slope"))), priority=20)
+@_register_activation("gelu_erf", _half_gate(op("erf", scaled(_x, "slope"))))
 def linear_gelu_erf(match: Match, half: float, one: float, slope: float) -> Emitted:
     _require_half_gate(half, one)
     _require_constant("the slope", slope, math.sqrt(0.5))
@@ -124,10 +147,9 @@ def linear_gelu_erf(match: Match, half: float, one: float, slope: float) -> Emit
 
 
 # x / 2 * (1 + tanh(slope * (x + cubic * x^3)))
-@register_pattern(
-    "linear_gelu_new",
+@_register_activation(
+    "gelu_new",
     _half_gate(op("tanh", scaled(op("add", _x, scaled(op("pow", _x, scalar("exponent")), "cubic")), "slope"))),
-    priority=20,
 )
 def linear_gelu_new(match: Match, half: float, one: float, slope: float, cubic: float, exponent: float) -> Emitted:
     _require_half_gate(half, one)
@@ -136,12 +158,11 @@ def linear_gelu_new(match: Match, half: float, one: float, slope: float, cubic: 
 
 
 # x / 2 * (1 + tanh(x * slope * (1 + cubic * x * x)))
-@register_pattern(
-    "linear_gelu_fast",
+@_register_activation(
+    "gelu_fast",
     _half_gate(
         op("tanh", op("mul", scaled(_x, "slope"), op("add", op("mul", scaled(_x, "cubic"), _x), scalar("one"))))
     ),
-    priority=20,
 )
 def linear_gelu_fast(match: Match, half: float, one: float, slope: float, cubic: float) -> Emitted:
     _require_half_gate(half, one)
@@ -159,7 +180,7 @@ def _gelu_tanh_op(match: Match, slope: float, cubic: float) -> Emitted:
 _MOST_MERGED = 4
 _PRODUCTS = frozenset(
     "linear matmul bmm mm addmm baddbmm einsum conv1d conv2d conv3d scaled_dot_product_attention".split()
-    + ["kernl::linear", "kernl::merged_linear", "kernl::attention"]
+    + ["kernl::linear", "kernl::gated_linear", "kernl::merged_linear", "kernl::attention"]
 )
 
 

@@ -70,13 +70,7 @@ def add_layer_norm(
     eps: float,
 ) -> dict[Node, Emitted]:
     _require_last_dim(normalized_shape)
-    require(alpha == 1, f"the addition scales its second operand (alpha = {alpha})")
-    require(
-        not (_is_lookup(input) and _is_lookup(residual)),
-        "the sum is of embedding lookups, not of a residual: left to lowering",
-    )
-    for operand in (input, residual):
-        require(not _is_table(operand), "an operand of the sum is a table (it depends on no input): left to lowering")
+    require_residual(input, residual, alpha)
     require_kernel_tensors(input, residual, weight, bias, autocast=match.autocast)
     if not match.users_outside(sum):
         return {match.root: emit(kernl_op("layer_norm_of_sum"), input, residual, weight, bias, float(eps))}
@@ -91,6 +85,17 @@ def layer_norm(
     _require_last_dim(normalized_shape)
     require_kernel_tensors(input, weight, bias, autocast=match.autocast)
     return emit(kernl_op("layer_norm"), input, weight, bias, float(eps))
+
+
+def require_residual(input: Node, residual: Node, alpha: Any) -> None:
+    """Refuse a sum that is no residual addition (see the top of this file)."""
+    require(alpha == 1, f"the addition scales its second operand (alpha = {alpha})")
+    require(
+        not (_is_lookup(input) and _is_lookup(residual)),
+        "the sum is of embedding lookups, not of a residual: left to lowering",
+    )
+    for operand in (input, residual):
+        require(not _is_table(operand), "an operand of the sum is a table (it depends on no input): left to lowering")
 
 
 def _is_lookup(node: Any) -> bool:

@@ -20,6 +20,12 @@ Floor: 2 M K sum(N_i) flops; bytes of the weights (few rows) or of input and out
 
 `kernl_linear_activation`, after a product that cuBLAS computed.
 
+Gated layers, output = activation(input @ gate^T + gate_bias) * (input @ up^T + up_bias), [M, N]. Written out, the two
+products are stored, read again, and their product is stored: 5 M N elements, of which only the last M N must move.
+`kernl_linear_tiles` lets the columns of a tile alternate between the two weights, so that what belongs together ends in
+one thread, and stores M N elements in one launch. After the persistent kernel or cuBLAS, `kernl_linear_activation` also
+multiplies: one more launch and all 5 M N, instead of the 7 M N of an activation and a product of their own.
+
 Weights of one launch are read through their own pointers, so merging them copies nothing. Which weight a program works
 on depends on its tile alone. The number of rows is no part of what is compiled; the configuration, K and N are. Tile
 order and split-K follow the public descriptions in the Triton tutorials and in NVIDIA's CUTLASS documentation.
@@ -132,12 +138,12 @@ def load_bias(bias_ptr, columns, N, which, BIAS_MASK: tl.constexpr, COUNT: tl.co
 
 
 @triton.jit
-def prefetch_weight(weight_ptr, columns, stride_n, first_k, end_k, K_SPAN: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
-    """Start copying the part [columns, first_k:end_k] of a weight with unit stride along K to L2."""
-    LINE: tl.constexpr = 128 // ELEMENT_BYTES
+def prefetch_weight(weight_rows, first_k, end_k, K_SPAN: tl.constexpr):
+    """Start copying elements first_k:end_k of these rows of a weight, each dense and given by its address, to L2."""
+    LINE: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth
     # [BLOCK_N, K_SPAN / LINE], one address a cache line; those past the end are the last element's line once more.
     k = tl.minimum(first_k + tl.arange(0, K_SPAN // LINE) * LINE, end_k - 1)
-    addresses = weight_ptr + columns[:, None] * stride_n + k[None, :]
+    addresses = weight_rows[:, None] + k[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -172,9 +178,11 @@ def kernl_linear_tiles(
     stride_weight2_n,
     stride_weight3_n,
     stride_weight_k,
+    gap: tl.int64,  # GATED: from weight 0 to weight 1, in elements. No choice of pointers, which hides their alignment
     COUNT: tl.constexpr,
     BIAS_MASK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,  # N0 columns alternate between two weights, output0 has half as many; COUNT is 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -208,22 +216,23 @@ def kernl_linear_tiles(
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     wide_rows = rows.to(tl.int64)
     safe_columns = tl.minimum(columns, N - 1).to(tl.int64)
+    if GATED:
+        pair = safe_columns // 2
+        is_up = safe_columns % 2
+        weight_rows = weight_ptr + (pair * stride_weight_n + is_up * gap)
+    else:
+        weight_rows = weight_ptr + safe_columns * stride_weight_n  # [BLOCK_N]
 
     if USE_PDL and PREFETCH_SPAN > 0:
-        prefetch_weight(
-            weight_ptr,
-            safe_columns,
-            stride_weight_n,
-            first_block * BLOCK_K,
-            tl.minimum(end_block * BLOCK_K, K),
-            PREFETCH_SPAN,
-            weight_ptr.dtype.element_ty.primitive_bitwidth // 8,
-        )
+        prefetch_weight(weight_rows, first_block * BLOCK_K, tl.minimum(end_block * BLOCK_K, K), PREFETCH_SPAN)
     wait_for_previous_kernel(USE_PDL)
     if BIAS_MASK != 0:
         # Asked for now, used at the end.
-        bias_ptr = pick(which, bias0_ptr, bias1_ptr, bias2_ptr, bias3_ptr, COUNT)
-        bias = load_bias(bias_ptr, columns, N, which, BIAS_MASK, COUNT)
+        if GATED:
+            bias = tl.load(tl.where(is_up == 0, bias0_ptr + pair, bias1_ptr + pair)).to(tl.float32)
+        else:
+            bias_ptr = pick(which, bias0_ptr, bias1_ptr, bias2_ptr, bias3_ptr, COUNT)
+            bias = load_bias(bias_ptr, columns, N, which, BIAS_MASK, COUNT)
 
     if K_GROUPS == 1:
         k = tl.arange(0, BLOCK_K)
@@ -231,7 +240,7 @@ def kernl_linear_tiles(
         k_weight = k[:, None]  # [BLOCK_K, 1]
         row_exists = (rows < M)[:, None]
         input_ptrs = input_ptr + wide_rows[:, None] * stride_input_m + k_input
-        weight_ptrs = weight_ptr + safe_columns[None, :] * stride_weight_n + k_weight * stride_weight_k
+        weight_ptrs = weight_rows[None, :] + k_weight * stride_weight_k
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     else:
         PART: tl.constexpr = BLOCK_K // K_GROUPS
@@ -240,7 +249,7 @@ def kernl_linear_tiles(
         k_weight = group + tl.arange(0, PART)[None, :, None]  # [K_GROUPS, PART, 1]
         row_exists = (rows < M)[None, :, None]
         input_ptrs = input_ptr + wide_rows[None, :, None] * stride_input_m + k_input
-        weight_ptrs = weight_ptr + safe_columns[None, None, :] * stride_weight_n + k_weight * stride_weight_k
+        weight_ptrs = weight_rows[None, None, :] + k_weight * stride_weight_k
         accumulator = tl.zeros((K_GROUPS, BLOCK_M, BLOCK_N), dtype=tl.float32)
     input_ptrs += first_block * BLOCK_K
     weight_ptrs += (first_block * BLOCK_K).to(tl.int64) * stride_weight_k
@@ -278,7 +287,13 @@ def kernl_linear_tiles(
     if BIAS_MASK != 0:
         accumulator += bias[None, :]
     FULL_PRECISION: tl.constexpr = output0_ptr.dtype.element_ty == tl.float32
-    result = activate(accumulator, ACTIVATION, FULL_PRECISION)
+    if GATED:
+        gate, up = tl.split(tl.reshape(accumulator, (BLOCK_M, BLOCK_N // 2, 2)))
+        result = activate(gate, ACTIVATION, FULL_PRECISION) * up  # [BLOCK_M, BLOCK_N / 2]
+        N = N // 2
+        columns = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        result = activate(accumulator, ACTIVATION, FULL_PRECISION)
     output_ptrs = output_ptr + wide_rows[:, None] * N + columns[None, :]
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(output_ptrs, to_storage(result, output0_ptr.dtype.element_ty), mask=mask)
@@ -379,9 +394,15 @@ def kernl_linear_persistent(
 
 @triton.jit(do_not_specialize=["chunks"])
 def kernl_linear_activation(
-    values_ptr, chunks, CHUNK: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr
+    values_ptr,
+    multiplier_ptr,
+    chunks,
+    CHUNK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    """Apply an activation in place to chunks * CHUNK values.
+    """Apply an activation in place to chunks * CHUNK values, and multiply by as many others unless these are None.
 
     CHUNK tells the compiler what divides the number of values, which is what lets it load several at once.
     """
@@ -392,6 +413,8 @@ def kernl_linear_activation(
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     values = to_compute(tl.load(values_ptr + offsets, mask=mask, other=0.0)).to(tl.float32)
     result = activate(values, ACTIVATION, dtype == tl.float32)
+    if multiplier_ptr is not None:
+        result *= to_compute(tl.load(multiplier_ptr + offsets, mask=mask, other=0.0)).to(tl.float32)
     tl.store(values_ptr + offsets, to_storage(result, dtype), mask=mask)
 
 
@@ -515,6 +538,11 @@ def _bias_mask(biases: Sequence[torch.Tensor | None]) -> int:
     return sum(1 << index for index, bias in enumerate(biases) if bias is not None)
 
 
+def gap_in_elements(weights: Sequence[torch.Tensor]) -> int:
+    """How far the second weight lies behind (or before) the first."""
+    return (weights[1].data_ptr() - weights[0].data_ptr()) // weights[0].element_size()
+
+
 def launch_tiles(
     config: LinearConfig,
     input: torch.Tensor,
@@ -523,17 +551,20 @@ def launch_tiles(
     outputs: Sequence[torch.Tensor],
     activation: str,
     *,
+    gated: bool = False,
     allow_tf32: bool = False,
     counters: torch.Tensor | None = None,
     use_pdl: bool = False,
 ) -> None:
     """outputs[i][M, N_i] = activation(input[M, K] @ weights[i][N_i, K]^T + biases[i]) through pointers.
 
+    gated: the two weights give one output, activation(input @ weights[0]^T) * (input @ weights[1]^T), each product with
+        its bias; both have one or none does. The weights have the same strides.
     input: unit last stride. weights: any strides, the same stride along K for all. outputs: contiguous.
     counters: int32 zeros, one for each tile, needed when config.split_k > 1; not to be used by two launches at a time.
     """
     rows, inner = input.shape
-    columns = [weight.shape[0] for weight in weights]
+    columns = [2 * weights[0].shape[0]] if gated else [weight.shape[0] for weight in weights]
     tiles = config.tiles(rows, columns)
     partial = None
     if config.split_k > 1:
@@ -560,9 +591,11 @@ def launch_tiles(
         input.stride(0) if rows > 1 else inner,  # the stride of one row may be anything, and is never followed
         *_padded([weight.stride(0) for weight in weights]),
         stride_k,
-        COUNT=len(weights),
+        gap_in_elements(weights) if gated else 0,
+        COUNT=len(columns),
         BIAS_MASK=_bias_mask(biases),
         ACTIVATION=activation,
+        GATED=gated,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -627,8 +660,10 @@ def launch_persistent(
 _ACTIVATION_BLOCK = 2048
 
 
-def launch_activation(values: torch.Tensor, activation: str, *, use_pdl: bool = False) -> None:
-    """values = activation(values), in place; values is contiguous."""
+def launch_activation(
+    values: torch.Tensor, activation: str, *, multiplier: torch.Tensor | None = None, use_pdl: bool = False
+) -> None:
+    """values = activation(values) (* multiplier), in place; both contiguous, of one shape and dtype."""
     elements = values.numel()
     if elements == 0:
         return
@@ -636,6 +671,7 @@ def launch_activation(values: torch.Tensor, activation: str, *, use_pdl: bool = 
     count_launch("linear_activation")
     kernl_linear_activation[(-(-elements // _ACTIVATION_BLOCK),)](
         values,
+        multiplier,
         elements // chunk,
         CHUNK=chunk,
         ACTIVATION=activation,
@@ -652,11 +688,18 @@ def activation_chunk(columns: int) -> int:
 
 
 def _tiles_case(
-    config: LinearConfig, dtype: torch.dtype, activation: str, count: int, pdl: bool, *, inner: int = 4096
+    config: LinearConfig,
+    dtype: torch.dtype,
+    activation: str,
+    count: int,
+    pdl: bool,
+    *,
+    inner: int = 4096,
+    gated: bool = False,
 ) -> AotCase:
     aligned = inner % 16 == 0
     pointer = "*" + TRITON_TYPES[dtype]
-    signature = {"input_ptr": pointer, "M": "i32", "K": "i32", "stride_input_m": "i32"}
+    signature = {"input_ptr": pointer, "M": "i32", "K": "i32", "stride_input_m": "i32", "gap": "i64"}
     constexprs: dict[str, object] = {"stride_weight_k": 1}
     for index in range(MAX_MERGED):
         for name, kind in (
@@ -666,7 +709,7 @@ def _tiles_case(
             (f"N{index}", "i32"),
             (f"stride_weight{index}_n", "i32"),
         ):
-            if index < count:
+            if index < count and not (gated and name in ("output1_ptr", "N1", "weight1_ptr", "stride_weight1_n")):
                 signature[name] = kind
             else:
                 constexprs[name] = None
@@ -675,9 +718,10 @@ def _tiles_case(
     else:
         constexprs |= {"partial_ptr": None, "counter_ptr": None}
     constexprs |= {
-        "COUNT": count,
-        "BIAS_MASK": (1 << count) - 1,
+        "COUNT": 1 if gated else count,
+        "BIAS_MASK": 0 if gated else (1 << count) - 1,
         "ACTIVATION": activation,
+        "GATED": gated,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -692,10 +736,13 @@ def _tiles_case(
     divisible = (
         "K",
         "stride_input_m",
+        "gap",
         *(f"N{i}" for i in range(count)),
         *(f"stride_weight{i}_n" for i in range(count)),
     )
-    name = f"{config.name}-{TRITON_TYPES[dtype]}-{activation}-{count}" + ("" if inner == 4096 else f"-K{inner}")
+    name = f"{config.name}-{TRITON_TYPES[dtype]}-{'gated_' if gated else ''}{activation}-{count}" + (
+        "" if inner == 4096 else f"-K{inner}"
+    )
     return AotCase(
         name,
         kernl_linear_tiles,
@@ -776,11 +823,17 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
     for config in configs(arch, 16, torch.float16, tma=False):
         if 768 % config.block_k:
             yield _tiles_case(config, torch.float16, "gelu", 1, hopper, inner=768)
+    # A gated layer keeps two results where others keep one: the smallest, the largest, and one that splits K.
+    offered = (config for rows in (16, 64, 512) for config in configs(arch, rows, torch.float16, tma=True))
+    gated = [config for config in offered if not config.persistent]
+    for config in (gated[0], next(config for config in gated if config.split_k > 1), gated[-1]):
+        yield _tiles_case(config, torch.float16, "silu", 2, hopper, gated=True)
     for dtype in (torch.float16, torch.float32):
+        pointer = "*" + TRITON_TYPES[dtype]
         yield AotCase(
             f"activation-{TRITON_TYPES[dtype]}",
             kernl_linear_activation,
-            {"values_ptr": "*" + TRITON_TYPES[dtype], "chunks": "i32"},
+            {"values_ptr": pointer, "multiplier_ptr": pointer, "chunks": "i32"},
             {"CHUNK": 16, "ACTIVATION": "gelu", "BLOCK": _ACTIVATION_BLOCK, "USE_PDL": hopper},
             num_warps=8,
             options={"launch_pdl": True} if hopper else {},

@@ -1,18 +1,25 @@
-"""LayerNorm over the last dimension, alone or of a sum of two tensors.
+"""LayerNorm and RMSNorm over the last dimension, alone or of a sum of two tensors.
 
     total  = input + residual                          (rounded to its dtype first, as plain PyTorch does)
+
+    LayerNorm
     mean   = sum(total) / N          variance = sum((total - mean)^2) / N
     output = (total - mean) / sqrt(variance + epsilon) * weight + bias
 
-Layer Normalization, Ba, Kiros and Hinton, 2016 (arXiv:1607.06450). Statistics are fp32 and take two passes, the mean
-first: a single pass over sum and sum of squares loses all digits when the mean is large.
+    RMSNorm
+    output = total / sqrt(sum(total^2) / N + epsilon) * (weight_offset + weight)
 
-Bytes that must move, for M rows of N elements of s bytes each (weight and bias are noise):
-    layer_norm                 2 M N s     input in, output out
-    add_layer_norm             4 M N s     input, residual in, output and sum out
-    add_layer_norm, no sum     3 M N s
-Flops: about 8 M N, far below what the bytes take. So the kernels keep a row in registers between the two passes and
-touch memory once. Three regimes:
+Layer Normalization, Ba, Kiros and Hinton, 2016 (arXiv:1607.06450). Root Mean Square Layer Normalization, Zhang and
+Sennrich, 2019 (arXiv:1910.07467). Statistics are fp32. LayerNorm's take two passes, the mean first: a single pass over
+sum and sum of squares loses all digits when the mean is large. RMSNorm has no mean to subtract and needs one pass. All
+is computed in fp32 and rounded once, to the output's dtype, which for RMSNorm may be another than that of the sum.
+
+Bytes that must move, for M rows of N elements of s bytes each (weight and bias are noise), of either norm:
+    norm of one tensor         2 M N s     input in, output out
+    norm of a sum              4 M N s     input, residual in, output and sum out
+    the same, sum not kept     3 M N s
+Flops: about 8 M N (RMSNorm 4 M N), far below what the bytes take. So the kernels keep a row in registers between the
+two passes and touch memory once. Three regimes:
 
     many rows      one warp per 1024 elements; short rows share a program, which then loads weight and bias once for all
                    of them. Up to 1024 columns a reduction stays inside a warp: shuffles, no barrier.
@@ -64,6 +71,15 @@ def _row_offsets(row, inner_rows, outer_stride, inner_stride, FLAT: tl.constexpr
         return outer * outer_stride + inner * inner_stride
 
 
+@triton.jit
+def _rounded_sum(x, addend, input, residual):
+    """x + addend as plain PyTorch rounds it: to the dtype of both, or to fp32 when there are two. Returned in fp32."""
+    if input.dtype.element_ty == residual.dtype.element_ty:
+        return to_compute(to_storage(x + addend, input.dtype.element_ty)).to(tl.float32)
+    else:
+        return x + addend
+
+
 @triton.jit(do_not_specialize=["rows", "inner_rows"])
 def kernl_layer_norm_rows(
     input,
@@ -80,6 +96,8 @@ def kernl_layer_norm_rows(
     residual_outer_stride,
     residual_inner_stride,
     epsilon,
+    RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     FLAT: tl.constexpr,
     STORE_TOTAL: tl.constexpr,
     WEIGHTS_BEFORE_WAIT: tl.constexpr,
@@ -87,7 +105,7 @@ def kernl_layer_norm_rows(
     BLOCK_N: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """BLOCK_M whole rows a program. residual, weight, bias and total may be None."""
+    """BLOCK_M whole rows a program. residual, weight, bias and total may be None. RMS: RMSNorm, which has no bias."""
     let_next_kernel_start(USE_PDL)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     column = tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -99,6 +117,8 @@ def kernl_layer_norm_rows(
         wait_for_previous_kernel(USE_PDL)
     if weight is not None:
         scale = to_compute(tl.load(weight + column, mask=column_mask, other=0.0)).to(tl.float32)  # [BLOCK_N]
+        if WEIGHT_OFFSET != 0.0:
+            scale += WEIGHT_OFFSET
     if bias is not None:
         shift = to_compute(tl.load(bias + column, mask=column_mask, other=0.0)).to(tl.float32)  # [BLOCK_N]
     if WEIGHTS_BEFORE_WAIT:
@@ -111,18 +131,16 @@ def kernl_layer_norm_rows(
     if residual is not None:
         residual_row = _row_offsets(row, inner_rows, residual_outer_stride, residual_inner_stride, FLAT)
         addend = tl.load(residual + residual_row[:, None] + column[None, :], mask=mask, other=0.0)
-        rounded = to_storage(
-            x + to_compute(addend).to(tl.float32), output.dtype.element_ty
-        )  # as the plain sum is rounded
+        x = _rounded_sum(x, to_compute(addend).to(tl.float32), input, residual)
         if STORE_TOTAL:
-            tl.store(total + output_offset, rounded, mask=mask)
-        x = to_compute(rounded).to(tl.float32)
+            tl.store(total + output_offset, to_storage(x, total.dtype.element_ty), mask=mask)
 
-    # Plain `/` is approximate on a GPU: two units in the last place of a large mean are many of the result.
-    mean = tl.div_rn(tl.sum(x, axis=1), tl.cast(columns, tl.float32))  # [BLOCK_M]
-    centered = tl.where(column_mask[None, :], x - mean[:, None], 0.0)
-    variance = tl.sum(centered * centered, axis=1) / columns
-    y = centered * tl.rsqrt(variance + epsilon)[:, None]
+    if not RMS:
+        # Plain `/` is approximate on a GPU: two units in the last place of a large mean are many of the result.
+        mean = tl.div_rn(tl.sum(x, axis=1), tl.cast(columns, tl.float32))  # [BLOCK_M]
+        x = tl.where(column_mask[None, :], x - mean[:, None], 0.0)
+    mean_square = tl.sum(x * x, axis=1) / columns
+    y = x * tl.rsqrt(mean_square + epsilon)[:, None]
     if weight is not None:
         y = y * scale[None, :]
     if bias is not None:
@@ -145,6 +163,8 @@ def kernl_layer_norm_streamed(
     residual_outer_stride,
     residual_inner_stride,
     epsilon,
+    RMS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     FLAT: tl.constexpr,
     STORE_TOTAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -162,25 +182,27 @@ def kernl_layer_norm_streamed(
     wait_for_previous_kernel(USE_PDL)
 
     mean = 0.0
-    squares = 0.0  # sum of squared deviations from the mean so far
+    squares = 0.0  # sum of squared deviations from the mean (RMSNorm: from zero) so far
     for start in range(0, columns, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
         mask = column < columns
         x = to_compute(tl.load(input + column, mask=mask, other=0.0)).to(tl.float32)  # [BLOCK_N]
         if residual is not None:
             addend = to_compute(tl.load(residual + column, mask=mask, other=0.0)).to(tl.float32)
-            rounded = to_storage(x + addend, output.dtype.element_ty)
+            x = _rounded_sum(x, addend, input, residual)
             if STORE_TOTAL:
-                tl.store(total + column, rounded, mask=mask)
-            x = to_compute(rounded).to(tl.float32)
-        count = tl.minimum(BLOCK_N, columns - start).to(tl.float32)
-        chunk_mean = tl.div_rn(tl.sum(x, axis=0), count)
-        centered = tl.where(mask, x - chunk_mean, 0.0)
-        chunk_squares = tl.sum(centered * centered, axis=0)
-        share = count / (start + count)
-        delta = chunk_mean - mean
-        mean += delta * share
-        squares += chunk_squares + delta * delta * start * share
+                tl.store(total + column, to_storage(x, total.dtype.element_ty), mask=mask)
+        if RMS:
+            squares += tl.sum(x * x, axis=0)
+        else:
+            count = tl.minimum(BLOCK_N, columns - start).to(tl.float32)
+            chunk_mean = tl.div_rn(tl.sum(x, axis=0), count)
+            centered = tl.where(mask, x - chunk_mean, 0.0)
+            chunk_squares = tl.sum(centered * centered, axis=0)
+            share = count / (start + count)
+            delta = chunk_mean - mean
+            mean += delta * share
+            squares += chunk_squares + delta * delta * start * share
     inverse_deviation = tl.rsqrt(squares / columns + epsilon)
 
     for start in range(0, columns, BLOCK_N):
@@ -189,10 +211,13 @@ def kernl_layer_norm_streamed(
         x = to_compute(tl.load(input + column, mask=mask, other=0.0)).to(tl.float32)
         if residual is not None:
             addend = to_compute(tl.load(residual + column, mask=mask, other=0.0)).to(tl.float32)
-            x = to_compute(to_storage(x + addend, output.dtype.element_ty)).to(tl.float32)
-        y = (x - mean) * inverse_deviation
+            x = _rounded_sum(x, addend, input, residual)
+        y = (x if RMS else x - mean) * inverse_deviation
         if weight is not None:
-            y = y * to_compute(tl.load(weight + column, mask=mask, other=0.0)).to(tl.float32)
+            scale = to_compute(tl.load(weight + column, mask=mask, other=0.0)).to(tl.float32)
+            if WEIGHT_OFFSET != 0.0:
+                scale += WEIGHT_OFFSET
+            y = y * scale
         if bias is not None:
             y = y + to_compute(tl.load(bias + column, mask=mask, other=0.0)).to(tl.float32)
         tl.store(output + column, to_storage(y, output.dtype.element_ty), mask=mask)
@@ -249,7 +274,7 @@ def _row_geometry(tensors: Sequence[torch.Tensor]) -> _RowGeometry | None:
     return _RowGeometry(inner_rows * outer_rows, inner_rows, tuple(zip(outer, inner)))
 
 
-def launch_layer_norm(
+def launch_norm(
     input: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -258,6 +283,8 @@ def launch_layer_norm(
     *,
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
+    rms: bool = False,
+    weight_offset: float = 0.0,
     sm_count: int = 0,
     use_pdl: bool = False,
     weights_before_wait: bool = False,
@@ -268,7 +295,8 @@ def launch_layer_norm(
     input, residual: [..., N], one shape, any strides (copied when the last dimension is not dense or the leading ones
         do not fold into two).
     weight, bias: [N] or None.
-    output, total: [..., N] contiguous; the sum is rounded to their dtype, which both share.
+    output, total: [..., N] contiguous. The sum has the dtype of input and residual, or fp32 when they differ.
+    rms: RMSNorm, which takes no bias, instead of LayerNorm. weight_offset: added to the weight.
     sm_count: multiprocessors of the GPU; weights_before_wait: see kernels/common.py; config: for benchmarks.
     """
     columns = output.shape[-1]
@@ -284,9 +312,8 @@ def launch_layer_norm(
     bias = bias.contiguous() if bias is not None else None
     strides = (*geometry.strides[0], *(geometry.strides[1] if residual is not None else (0, 0)))
     config = config or choose_config(geometry.rows, columns, sm_count)
-    name = "layer_norm" if residual is None else "add_layer_norm"
     addend = operands[1] if residual is not None else None
-    count_launch(name)
+    count_launch(("" if residual is None else "add_") + ("rms_norm" if rms else "layer_norm"))
     if config.block_m == 0:
         kernl_layer_norm_streamed[(geometry.rows,)](
             operands[0],
@@ -299,6 +326,8 @@ def launch_layer_norm(
             geometry.inner_rows,
             *strides,
             epsilon,
+            RMS=rms,
+            WEIGHT_OFFSET=weight_offset,
             FLAT=geometry.flat,
             STORE_TOTAL=total is not None,
             BLOCK_N=config.block_n,
@@ -319,6 +348,8 @@ def launch_layer_norm(
         geometry.inner_rows,
         *strides,
         epsilon,
+        RMS=rms,
+        WEIGHT_OFFSET=weight_offset,
         FLAT=geometry.flat,
         STORE_TOTAL=total is not None,
         WEIGHTS_BEFORE_WAIT=weights_before_wait,
@@ -335,33 +366,47 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def aot_cases(arch: int) -> Iterator[AotCase]:
-    """Both regimes and the streamed kernel, alone and with a residual, in the types the chip has."""
-    sm_count, few, many = 100, 16, 16384
+    """Both regimes and the streamed kernel, alone and with a residual, in the types the chip has.
+
+    RMSNorm is LayerNorm's kernel with less work in it: a few of its own cases, one with T5's mixture of types (an fp32
+    sum of fp16 and fp32, normalised to fp16).
+    """
+    few, many = 16, 16384
     half = torch.bfloat16 if arch >= 80 else torch.float16
     problems = [
-        ("layer_norm", half, many, 768, False),
-        ("layer_norm", torch.float32, many, 16384, False),
-        ("layer_norm", torch.float32, few, 40, False),
-        ("add_layer_norm", torch.float16, few, 768, True),
-        ("add_layer_norm", torch.float16, many, 1024, True),
-        ("add_layer_norm", half, few, 16384, True),
-        ("add_layer_norm", torch.float32, many, 1025, True),
-        ("add_layer_norm", half, many, 65536, True),
+        ("layer_norm", half, many, 768),
+        ("layer_norm", torch.float32, many, 16384),
+        ("layer_norm", torch.float32, few, 40),
+        ("add_layer_norm", torch.float16, few, 768),
+        ("add_layer_norm", torch.float16, many, 1024),
+        ("add_layer_norm", half, few, 16384),
+        ("add_layer_norm", torch.float32, many, 1025),
+        ("add_layer_norm", half, many, 65536),
+        ("rms_norm", half, many, 128),
+        ("add_rms_norm", half, few, 4096),
+        ("add_rms_norm", half, many, 65536),
     ]
-    for name, dtype, rows, columns, add in problems:
-        yield _aot_case(name, dtype, rows, columns, add, arch, choose_config(rows, columns, sm_count))
+    for name, dtype, rows, columns in problems:
+        yield _aot_case(name, dtype, rows, columns, arch)
+    yield _aot_case("add_rms_norm", torch.float16, many, 512, arch, residual=torch.float32)
 
 
 def _aot_case(
-    name: str, dtype: torch.dtype, rows: int, columns: int, add: bool, arch: int, config: NormConfig
+    name: str, dtype: torch.dtype, rows: int, columns: int, arch: int, *, residual: torch.dtype | None = None
 ) -> AotCase:
+    config = choose_config(rows, columns, 100)
+    rms, add = name.endswith("rms_norm"), name.startswith("add")
+    addend = residual or dtype
+    total = dtype if addend == dtype else torch.float32
     streamed = config.block_m == 0
     pointer = f"*{TRITON_TYPES[dtype]}"
-    signature = dict.fromkeys(("input", "weight", "bias", "output"), pointer)
+    signature = dict.fromkeys(("input", "weight", "output") if rms else ("input", "weight", "bias", "output"), pointer)
     signature |= dict.fromkeys(("columns", "inner_rows", "input_inner_stride"), "i32")
     constexprs: dict[str, object] = {"input_outer_stride": 0, "residual_outer_stride": 0}
+    constexprs |= {"RMS": rms, "WEIGHT_OFFSET": 0.0} | ({"bias": None} if rms else {})
     if add:
-        signature |= {"residual": pointer, "total": pointer, "residual_inner_stride": "i32"}
+        signature |= {"residual": f"*{TRITON_TYPES[addend]}", "total": f"*{TRITON_TYPES[total]}"}
+        signature["residual_inner_stride"] = "i32"
     else:
         constexprs |= {"residual": None, "total": None, "residual_inner_stride": 0}
     if not streamed:
@@ -371,7 +416,7 @@ def _aot_case(
     constexprs |= {"FLAT": True, "STORE_TOTAL": add, "BLOCK_N": config.block_n, "USE_PDL": arch >= 90}
     even = columns % 16 == 0
     return AotCase(
-        name=f"{name}-{TRITON_TYPES[dtype]}-{rows}x{columns}",
+        name=f"{name}-{TRITON_TYPES[dtype]}-{rows}x{columns}" + (f"-{TRITON_TYPES[residual]}" if residual else ""),
         kernel=kernl_layer_norm_streamed if streamed else kernl_layer_norm_rows,
         signature=signature,
         constexprs=constexprs,

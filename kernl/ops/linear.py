@@ -33,6 +33,7 @@ from kernl.kernels.linear import (
     activation_chunk,
     configs,
     fits_descriptors,
+    gap_in_elements,
     launch_activation,
     launch_persistent,
     launch_tiles,
@@ -67,7 +68,7 @@ def linear(
     Returns [..., N], contiguous, in the dtype of input (in autocast's dtype under autocast, as torch's linear).
     Raises ValueError for shapes, dtypes or activations that do not fit.
     """
-    _check(input, [weight], [bias])
+    check_operands(input, [weight], [bias])
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; accepted: {', '.join(ACTIVATIONS)}")
     return torch.ops.kernl.linear(input, weight, bias, activation)
@@ -87,11 +88,11 @@ def merged_linear(
     biases = [None] * len(weights) if biases is None else list(biases)
     if len(biases) != len(weights):
         raise ValueError(f"biases has {len(biases)} entries; accepted: {len(weights)}, one for each weight")
-    _check(input, weights, biases)
+    check_operands(input, weights, biases)
     return torch.ops.kernl.merged_linear(input, weights, biases)
 
 
-def _check(input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
+def check_operands(input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
     if input.dim() == 0:
         raise ValueError("input has no dimension; accepted: [..., K]")
     if not weights:
@@ -144,7 +145,7 @@ def apply_activation(values: torch.Tensor, activation: str) -> torch.Tensor:
     raise ValueError(f"activation is {activation!r}; accepted: {', '.join(ACTIVATIONS)}")
 
 
-def _allocate(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def allocate(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype, device=input.device)
 
 
@@ -215,6 +216,7 @@ _counters = _Counters()
 class _Problem:
     """Operands of one launch: input [M, K] with unit last stride, outputs [M, N_i].
 
+    gated: two weights of one size and one output, that of a gated layer.
     assumed_rows: choose as if there were that many rows.
     """
 
@@ -223,6 +225,7 @@ class _Problem:
     biases: Sequence[torch.Tensor | None]
     outputs: Sequence[torch.Tensor]
     activation: str
+    gated: bool = False
     assumed_rows: int | None = None
 
     @property
@@ -238,10 +241,23 @@ class _Problem:
         """The interpreter runs what Hopper would."""
         return capability_of(self.input.device).arch if self.input.is_cuda else 90
 
+    def ungated(self) -> tuple[_Problem, torch.Tensor]:
+        """The two products of a gated layer as a problem of their own, and the second one's output.
+
+        The first one's output is that of the layer, for the activation and the other product to be applied in place.
+        """
+        up = torch.empty_like(self.outputs[0])
+        return dataclasses.replace(self, outputs=[self.outputs[0], up], activation="none", gated=False), up
+
 
 def _run_config(problem: _Problem, config: LinearConfig) -> None:
-    operands = (problem.input, problem.weights, problem.biases, problem.outputs, problem.activation)
     pdl = use_pdl(problem.input)
+    if config.persistent and problem.gated:
+        products, up = problem.ungated()
+        _run_config(products, config)
+        launch_activation(problem.outputs[0], problem.activation, multiplier=up, use_pdl=pdl)
+        return
+    operands = (problem.input, problem.weights, problem.biases, problem.outputs, problem.activation)
     if config.persistent:
         sm_count = capability_of(problem.input.device).sm_count or 4
         launch_persistent(config, *operands, sm_count=sm_count, use_pdl=pdl)
@@ -251,10 +267,15 @@ def _run_config(problem: _Problem, config: LinearConfig) -> None:
         counters = _counters.take(problem.input.device, config.tiles(problem.input.shape[0], problem.columns))
         if counters is None:
             config = dataclasses.replace(config, split_k=1)
-    launch_tiles(config, *operands, allow_tf32=_tf32_allowed(), counters=counters, use_pdl=pdl)
+    launch_tiles(config, *operands, gated=problem.gated, allow_tf32=_tf32_allowed(), counters=counters, use_pdl=pdl)
 
 
 def _run_cublas(problem: _Problem) -> None:
+    if problem.gated:
+        products, up = problem.ungated()
+        _run_cublas(products)
+        launch_activation(problem.outputs[0], problem.activation, multiplier=up, use_pdl=use_pdl(up))
+        return
     for weight, bias, output in zip(problem.weights, problem.biases, problem.outputs, strict=True):
         if bias is None:
             torch.mm(problem.input, weight.t(), out=output)
@@ -282,11 +303,19 @@ def _offered_configs(problem: _Problem) -> tuple[LinearConfig, ...]:
         return ()  # Triton compilers up to 3.7 get an odd K wrong on Hopper
     if len(problem.weights) > MAX_MERGED or len({weight.stride(1) for weight in problem.weights}) > 1:
         return ()
+    if problem.gated and not _may_alternate(problem):
+        return ()
     transposed = problem.weights[0].stride(1) != 1
     if transposed and problem.rows > 64:
         return ()  # tiles of a [K, N] weight are read with strides; with few rows that hardly matters
     tma = not transposed and fits_descriptors(input, problem.weights)
     return configs(problem.arch, problem.rows, input.dtype, tma=tma, inner=inner)
+
+
+def _may_alternate(problem: _Problem) -> bool:
+    """Whether one kernel can take its columns from the two weights of a gated layer in turn."""
+    (gate, up), (gate_bias, up_bias) = problem.weights, problem.biases
+    return gate.stride() == up.stride() and (gate_bias is None) == (up_bias is None)
 
 
 def implementations(problem: _Problem) -> dict[str, Implementation]:
@@ -350,6 +379,8 @@ _H200_SM_COUNT = 132
 
 
 def _expected_us(config: LinearConfig, problem: _Problem, sm_count: int) -> float:
+    if problem.gated and config.persistent:
+        return _expected_us(config, _products_of(problem), sm_count) + _expected_us_of_gate(problem, sm_count)
     cost = _HOPPER_COSTS[config.name]
     inner, element = problem.input.shape[1], problem.input.element_size()
     tiles = config.tiles(problem.rows, problem.columns)
@@ -369,8 +400,20 @@ def _expected_us(config: LinearConfig, problem: _Problem, sm_count: int) -> floa
     )
 
 
+def _products_of(problem: _Problem) -> _Problem:
+    return dataclasses.replace(problem, activation="none", gated=False)
+
+
+def _expected_us_of_gate(problem: _Problem, sm_count: int) -> float:
+    """The activation of one product times the other, as a kernel of its own: half as many bytes again as one tensor's
+    activation takes (see `_expected_us_of_cublas`)."""
+    return 0.39 + 1.20e-6 * problem.rows * problem.columns[0] * _H200_SM_COUNT / sm_count
+
+
 def _expected_us_of_cublas(problem: _Problem, sm_count: int) -> float:
     """One product after the other, then the activation as a kernel of its own. Fitted as `_HOPPER_COSTS`."""
+    if problem.gated:
+        return _expected_us_of_cublas(_products_of(problem), sm_count) + _expected_us_of_gate(problem, sm_count)
     inner, columns, rows = problem.input.shape[1], problem.columns, problem.rows
     chip = _H200_SM_COUNT / sm_count
     total = sum(columns)
@@ -404,18 +447,22 @@ def _row_class(rows: int) -> int:
     return 1 if rows == 1 else max(16, 1 << (rows - 1).bit_length())
 
 
-def _launch(
+def launch(
     input: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor],
     activation: str,
+    *,
+    gated: bool = False,
 ) -> None:
+    """Run the implementation chosen for these operands: [..., K] with any strides, contiguous outputs [..., N_i]."""
     inner = input.shape[-1]
     rows = input.reshape(-1, inner)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    problem = _Problem(rows, weights, biases, [output.view(-1, output.shape[-1]) for output in outputs], activation)
+    flat = [output.view(-1, output.shape[-1]) for output in outputs]
+    problem = _Problem(rows, weights, biases, flat, activation, gated)
     with on_device_of(input):
         default = default_implementation(problem)
         name = default
@@ -443,9 +490,8 @@ def problem_key(problem: _Problem) -> tuple[Any, ...]:
         layout += "-tf32"
     has_bias = any(bias is not None for bias in problem.biases)
     bits = 8 * problem.input.element_size()
-    return (
-        _row_class(problem.rows), problem.columns, problem.input.shape[1], bits, problem.activation, has_bias, layout
-    )  # fmt: skip
+    activation = f"gated_{problem.activation}" if problem.gated else problem.activation
+    return _row_class(problem.rows), problem.columns, problem.input.shape[1], bits, activation, has_bias, layout
 
 
 def _candidates(problem: _Problem) -> list[Candidate]:
@@ -454,7 +500,7 @@ def _candidates(problem: _Problem) -> list[Candidate]:
     return [Candidate(name, run) for name, run in implementations(scratch).items()]
 
 
-def _kernels_take(input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> bool:
+def kernels_take(input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> bool:
     operands = [input, *weights, *(bias for bias in biases if bias is not None)]
     # Empty operands and mixed dtypes: plain PyTorch knows the answer, or the error to raise.
     return all(
@@ -468,19 +514,25 @@ _ROWS_AHEAD = (1, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 15
 _TINY_ROWS = 16
 
 
-def _kernels_ahead(
-    input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], activation: str
+def kernels_ahead(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    *,
+    gated: bool = False,
 ) -> Iterator[Ahead]:
     """The kernels of every implementation chosen for some number of rows. cuBLAS has its own ready."""
-    if not _kernels_take(input, weights, biases):
+    if not kernels_take(input, weights, biases):
         return
     inner = input.shape[-1]
     weights, biases = [materialized(weight) for weight in weights], [materialized(bias) for bias in biases]
 
     def allocate(rows: int) -> _Problem:
-        outputs = [torch.empty(rows, weight.shape[0], dtype=input.dtype, device=input.device) for weight in weights]
+        columns = [weight.shape[0] for weight in weights][: 1 if gated else None]
+        outputs = [torch.empty(rows, n, dtype=input.dtype, device=input.device) for n in columns]
         operand = torch.zeros(rows, inner, dtype=input.dtype, device=input.device)
-        return _Problem(operand, weights, biases, outputs, activation)
+        return _Problem(operand, weights, biases, outputs, activation, gated)
 
     one_row = allocate(1)
     seen: set[str] = set()
@@ -499,16 +551,19 @@ def _run_ahead(allocate: Callable[[int], _Problem], rows: int, name: str) -> Non
     problem = dataclasses.replace(allocate(_TINY_ROWS), assumed_rows=rows)
     with on_device_of(problem.input):
         if name == "cublas":
-            launch_activation(problem.outputs[0].zero_(), problem.activation, use_pdl=use_pdl(problem.input))
+            values = problem.outputs[0].zero_()
+            multiplier = values.clone() if problem.gated else None
+            launch_activation(values, problem.activation, multiplier=multiplier, use_pdl=use_pdl(problem.input))
         else:
             implementations(problem)[name]()
 
 
 def _compilation_key(problem: _Problem, name: str) -> Hashable | None:
     """What the kernels that an implementation compiles depend on; None when it compiles nothing."""
-    dtype, activation = problem.input.dtype, problem.activation
+    dtype, activation = problem.input.dtype, (problem.activation, problem.gated)
     if name == "cublas":
-        return None if activation == "none" else ("activation", dtype, activation, activation_chunk(problem.columns[0]))
+        compiles = problem.gated or problem.activation != "none"
+        return ("activation", dtype, activation, activation_chunk(problem.columns[0])) if compiles else None
     if name == "cublaslt":
         return None
     has_bias = tuple(bias is not None for bias in problem.biases)
@@ -516,6 +571,8 @@ def _compilation_key(problem: _Problem, name: str) -> Hashable | None:
     # Triton compiles anew for sizes that are 1 or no multiple of 16. K decides more than that, so it is kept whole.
     sizes = tuple((size == 1, size % 16 == 0) for size in (*problem.columns, *strides))
     aligned = tuple(weight.data_ptr() % 16 == 0 for weight in problem.weights)
+    if problem.gated:
+        aligned += (gap_in_elements(problem.weights) % 16 == 0,)
     inner = problem.input.shape[1] % 16 == 0 if name.startswith("persistent") else problem.input.shape[1]
     return name, dtype, activation, has_bias, inner, sizes, aligned, _tf32_allowed() and dtype == torch.float32
 
@@ -524,27 +581,27 @@ def _compilation_key(problem: _Problem, name: str) -> Hashable | None:
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    if not _kernels_take(input, [weight], [bias]):
+    if not kernels_take(input, [weight], [bias]):
         return reference_linear(input, weight, bias, activation)
-    output = _allocate(input, weight)
-    _launch(input, [weight], [bias], [output], activation)
+    output = allocate(input, weight)
+    launch(input, [weight], [bias], [output], activation)
     return output
 
 
 def _merged_linear(
     input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    if not _kernels_take(input, weights, biases):
+    if not kernels_take(input, weights, biases):
         return reference_merged_linear(input, weights, biases)
-    outputs = [_allocate(input, weight) for weight in weights]
-    _launch(input, weights, biases, outputs, "none")
+    outputs = [allocate(input, weight) for weight in weights]
+    launch(input, weights, biases, outputs, "none")
     return outputs
 
 
 # Gradients, in plain PyTorch. The value before the activation is computed again rather than kept.
 
 
-def _activation_backward(grad: torch.Tensor, values: torch.Tensor, activation: str) -> torch.Tensor:
+def activation_backward(grad: torch.Tensor, values: torch.Tensor, activation: str) -> torch.Tensor:
     """Gradient by `values` of activation(values)."""
     if activation == "none":
         return grad
@@ -563,7 +620,7 @@ def _activation_backward(grad: torch.Tensor, values: torch.Tensor, activation: s
     return grad * (gate + 1.702 * values * gate * (1 - gate))
 
 
-def _linear_backward_one(
+def linear_backward(
     grad: torch.Tensor,
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -586,9 +643,9 @@ def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
 def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     input, weight, bias = ctx.saved_tensors
     if ctx.activation != "none":
-        grad = _activation_backward(grad, F.linear(input, weight, bias), ctx.activation)
+        grad = activation_backward(grad, F.linear(input, weight, bias), ctx.activation)
     input_wanted, weight_wanted, bias_wanted, _ = ctx.needs_input_grad
-    return *_linear_backward_one(grad, input, weight, input_wanted, weight_wanted, bias_wanted), None
+    return *linear_backward(grad, input, weight, input_wanted, weight_wanted, bias_wanted), None
 
 
 class _MergedLinearFunction(torch.autograd.Function):
@@ -613,7 +670,7 @@ class _MergedLinearFunction(torch.autograd.Function):
         for index, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
             if grad is None:
                 continue
-            by_input, grad_weights[index], grad_biases[index] = _linear_backward_one(
+            by_input, grad_weights[index], grad_biases[index] = linear_backward(
                 grad, input, weight, input_wanted, weights_wanted[index], biases_wanted[index]
             )
             if by_input is not None:
@@ -660,16 +717,16 @@ def _merged_linear_autocast(
 define_op(
     "linear(Tensor input, Tensor weight, Tensor? bias, str activation) -> Tensor",
     cpu=_linear,
-    fake=lambda input, weight, bias, activation: _allocate(input, weight),
+    fake=lambda input, weight, bias, activation: allocate(input, weight),
     autograd=(_linear_context, _linear_backward),
     autocast=_linear_autocast,
-    ahead=lambda input, weight, bias, activation: _kernels_ahead(input, [weight], [bias], activation),
+    ahead=lambda input, weight, bias, activation: kernels_ahead(input, [weight], [bias], activation),
 )
 define_op(
     "merged_linear(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
     cpu=_merged_linear,
-    fake=lambda input, weights, biases: [_allocate(input, weight) for weight in weights],
+    fake=lambda input, weights, biases: [allocate(input, weight) for weight in weights],
     autocast=_merged_linear_autocast,
-    ahead=lambda input, weights, biases: _kernels_ahead(input, weights, biases, "none"),
+    ahead=lambda input, weights, biases: kernels_ahead(input, weights, biases, "none"),
 )
 LIB.impl("merged_linear", _merged_linear_autograd, "Autograd")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import kernl.ops
 from kernl.kernels.common import launches
 from kernl.ops.norm import reference_add_layer_norm, reference_layer_norm
+from kernl.ops.rms_norm import reference_add_rms_norm, reference_rms_norm
 from kernl.testing import assert_within_budget, poisoned
 from tests.conftest import KernelRun
 
@@ -43,6 +44,67 @@ def test_norms(kernels: KernelRun, rng: torch.Generator, dtype: torch.dtype, sha
     assert_within_budget(output, exact, plain, name="add_layer_norm")
     assert torch.equal(torch.ops.kernl.layer_norm_of_sum(input, residual, weight, bias, EPSILON), output)
     assert kernels.launched("layer_norm") == 1 and kernels.launched("add_layer_norm") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 16, 512), (1, 1, 4096), (8, 512, 768), (2, 32, 300, 128), (5000, 40), (700, 4097), (50, 16384), (9, 65536)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_rms_norms(kernels: KernelRun, rng: torch.Generator, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    input, residual = draw(rng, shape, dtype), draw(rng, shape, dtype)
+    weight = draw(rng, shape[-1:], dtype)
+    options = (EPSILON, 1.0, dtype)
+    exact = reference_rms_norm(input.double(), weight.double(), EPSILON, 1.0, torch.float64)
+    actual = kernl.ops.rms_norm(input, weight, EPSILON, weight_offset=1.0)
+    assert_within_budget(actual, exact, reference_rms_norm(input, weight, *options), name="rms_norm")
+
+    plain, plain_sum = reference_add_rms_norm(input, residual, weight, *options)
+    exact = reference_rms_norm(plain_sum.double(), weight.double(), EPSILON, 1.0, torch.float64)
+    output, total = kernl.ops.add_rms_norm(input, residual, weight, EPSILON, weight_offset=1.0)
+    assert torch.equal(total, plain_sum)
+    assert_within_budget(output, exact, plain, name="add_rms_norm")
+    assert torch.equal(torch.ops.kernl.rms_norm_of_sum(input, residual, weight, *options), output)
+    assert kernels.launched("rms_norm") == 1 and kernels.launched("add_rms_norm") == 2
+
+
+def test_the_residual_stream_of_t5_in_a_cuda_graph() -> None:
+    """fp16 and fp32 in, fp32 sum and fp16 norm out, weights read before the launch in front has finished."""
+    norms = torch.nn.ModuleList(torch.nn.RMSNorm(512, eps=EPSILON) for _ in range(6)).cuda().half()
+    static = torch.zeros(300, 512, dtype=torch.float16, device="cuda")
+
+    def chain(op) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+        x, stream = static, static.float()
+        for norm in norms:
+            x, stream = op(x, stream, norm.weight, EPSILON, 0.0, torch.float16)
+        return x, stream
+
+    with torch.no_grad():
+        chain(torch.ops.kernl.add_rms_norm)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain(torch.ops.kernl.add_rms_norm)
+        for _ in range(3):
+            static.copy_(torch.randn(300, 512, device="cuda"))
+            for norm in norms:
+                norm.weight.copy_(torch.randn(512, device="cuda") * 0.1 + 1)
+            graph.replay()
+            torch.testing.assert_close(captured, chain(reference_add_rms_norm), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_of_the_models_formula(dtype: torch.dtype) -> None:
+    """Autocast changes no cast of Llama's module, and nothing in the op that stands for it."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm, half = LlamaRMSNorm(64, EPSILON).cuda(), torch.randn(8, 64, device="cuda").to(dtype)
+    with torch.autocast("cuda", dtype=dtype):
+        expected = norm(half)
+        actual = kernl.ops.rms_norm(half, norm.weight, EPSILON, dtype=expected.dtype)
+    assert actual.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-5)
 
 
 def test_offsets_beyond_32_bits() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import kernl.ops
-from kernl.kernels.norm import MAX_COLUMNS, NormConfig, choose_config, launch_layer_norm
+from kernl.kernels.norm import MAX_COLUMNS, NormConfig, choose_config, launch_norm
 from kernl.ops.common import force_reference
 from kernl.ops.norm import (
     _add_layer_norm_autocast,
@@ -223,7 +223,7 @@ def test_constant_rows_and_large_means(kernels: KernelRun) -> None:
 def test_any_configuration_is_right(kernels: KernelRun, rng: torch.Generator, config: NormConfig) -> None:
     input = draw(rng, (75, 41), torch.float32, kernels.device)
     output = torch.full_like(input, float("nan"))
-    launch_layer_norm(input, None, None, output, EPSILON, config=config)
+    launch_norm(input, None, None, output, EPSILON, config=config)
     check_layer_norm(input, None, None, output)
 
 

@@ -98,6 +98,78 @@ def test_other_constants_are_other_functions() -> None:
     )
 
 
+# Gated
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gated(name: str) -> None:
+    activation, up = ACTIVATIONS[name], nn.Linear(8, 16)
+    for function in (lambda x: activation(linear(x)) * up(x), lambda x: up(x) * activation(linear(x))):
+        found = check(function, x(), dynamic=True)
+        assert found.ops() == ["kernl::gated_linear"]
+        call = found.call("kernl::gated_linear")
+        assert name in FUSED[call["activation"]] and not found.report.refusals
+        assert call["gate_weight"] is not call["up_weight"]
+
+
+def test_gated_as_models_write_it() -> None:
+    """No biases, the gate computed after what it gates, a dropout and the second linear behind it."""
+    gate, up, down = (nn.Linear(*sizes, bias=False) for sizes in ((8, 16), (8, 16), (16, 8)))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        value = up(x)
+        return down(F.dropout(value * F.silu(gate(x)), 0.1, training=False))
+
+    for dynamic in (None, True):
+        found = check(block, x(), dynamic=dynamic)
+        assert found.ops() == ["kernl::gated_linear", "kernl::linear"]
+        call = found.call("kernl::gated_linear")
+        assert call["gate_bias"] is None and call["up_bias"] is None
+    assert found.report.matched("gated_silu") == 1 and found.report.matched("linear") == 1
+
+
+def test_a_second_linear_kept_in_fp32_keeps_its_cast() -> None:
+    """T5's `wo`."""
+    gate, up = (nn.Linear(8, 16, bias=False).bfloat16() for _ in range(2))
+    wo = nn.Linear(16, 8, bias=False)
+    found = check(lambda x: wo((gelu_new(gate(x)) * up(x)).to(wo.weight.dtype)), x(torch.bfloat16), tolerance=2e-2)
+    assert found.ops() == ["kernl::gated_linear", "to", "kernl::linear"] and found.result.dtype == torch.float32
+    assert found.call("kernl::gated_linear")["activation"] == "gelu_tanh"
+
+
+def test_what_is_no_gated_layer() -> None:
+    up, narrow = nn.Linear(8, 16), nn.Linear(8, 1)
+    other = x()
+
+    def ops(function: Any) -> list[str]:
+        return check(function, x()).ops()
+
+    assert ops(lambda x: F.silu(linear(x)) * up(other)) == ["kernl::linear", "kernl::linear", "mul"]
+    assert ops(lambda x: F.silu(linear(x)) * x.sum()) == ["kernl::linear", "sum", "mul"]
+    assert ops(lambda x: torch.sigmoid(linear(x)) * up(x)).count("kernl::merged_linear") == 1
+    assert ops(lambda x: linear(x) * up(x)).count("kernl::merged_linear") == 1
+
+    found = check(lambda x: F.silu(linear(x)) * narrow(x), x())
+    assert found.report.refused("gated_silu") == {"gate and gated linear are of different sizes": 1}
+    found = check(lambda x: ((value := up(x)) * F.silu(linear(x)), value), x())
+    assert found.report.refused("gated_silu") == {"a value inside the match (linear) is returned by the graph": 1}
+    assert found.report.matched("linear_silu") == 1
+
+
+def test_gated_in_autocast_and_with_gradients() -> None:
+    up = nn.Linear(8, 16)
+    function = lambda x: F.silu(linear(x)) * up(x)  # noqa: E731
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = check(function, x(), tolerance=2e-2)
+    assert found.ops() == ["kernl::gated_linear"] and found.result.dtype == torch.bfloat16
+    input = x().requires_grad_()
+    found = capture(function, input, registry=default_registry, strict=True, grad=True)
+    assert found.ops() == ["kernl::gated_linear"]
+    leaves = [input, linear.weight, linear.bias, up.weight, up.bias]
+    mine, plain = (torch.autograd.grad(result.cos().sum(), leaves) for result in (found.result, function(input)))
+    torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-4)
+
+
 def test_a_linear_used_before_its_activation_too() -> None:
     found = check(lambda x: (y := linear(x)).relu() + y, x())
     assert found.report.refused("linear_relu") == {
@@ -187,8 +259,8 @@ def test_what_is_not_merged() -> None:
     found = check(lambda x: (a := first(x)) + second(a) + third(x), x())
     assert found.report.matched("merged_linear") == 0 and found.report.matched("linear") == 3
     # an activation has taken one of them
-    found = check(lambda x: F.silu(first(x)) * second(x), x())
-    assert found.ops() == ["kernl::linear", "kernl::linear", "mul"]
+    found = check(lambda x: F.silu(first(x)) + second(x), x())
+    assert found.ops() == ["kernl::linear", "kernl::linear", "add"]
     # of another dtype
     half = torch.randn(8, 8, dtype=torch.float64)
     found = check(lambda x, h: (first(x), F.linear(x.double(), h)), x(), half)
