@@ -51,7 +51,7 @@ test:
 		$(MAKE) --no-print-directory test-oldest || status=1; exit $$status
 
 # Without a GPU in sight, so that a machine with one runs the same tests: kernels run through Triton's interpreter.
-# Every test of a kernel runs on both ends; of its cases the one end runs one half and the other end the other.
+# Tests with many cases (of kernels, of model families) run one half of them on the one end, the other half on the other.
 test-oldest: $(OLDEST)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/gpu \
 		$(if $(DEV),--share 1/2) $(ARGS)

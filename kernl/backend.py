@@ -324,8 +324,10 @@ def is_kernl_op(node: Node) -> bool:
 
 
 def stand_in(node: Node) -> Any:
-    """The value of a node as a tensor without memory, of the sizes seen while tracing."""
+    """The value of a node, a tensor without memory if it is one, of the sizes seen while tracing."""
     value = node.meta.get("example_value")
+    if isinstance(value, torch.SymInt):
+        return size_hint(value)
     if not isinstance(value, torch.Tensor):
         return value
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -3,6 +3,26 @@
 Importing this package registers all of them, through the same `kernl.register_pattern` that users call.
 """
 
-from kernl.patterns import attention, dropout, embedding, linear, norm
+from kernl.patterns import (
+    attention,
+    dropout,
+    eager_attention,
+    embedding,
+    linear,
+    linear_attention,
+    norm,
+    relative_position,
+    rms_norm,
+)
 
-__all__ = ["attention", "dropout", "embedding", "linear", "norm"]
+__all__ = [
+    "attention",
+    "dropout",
+    "eager_attention",
+    "embedding",
+    "linear",
+    "linear_attention",
+    "norm",
+    "relative_position",
+    "rms_norm",
+]

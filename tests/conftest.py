@@ -5,8 +5,8 @@ ask for the `kernels` fixture run kernels; all others see the plain CPU path.
 
     pytest tests/ops --op attention --dtype fp16,bf16 --shape 2x3x40
 
-Kernels have hundreds of cases, and two versions of Triton to run on: `--share 1/2` runs one half of each kernel test's
-cases, `--share 2/2` the other.
+Kernels and model families have hundreds of cases, and two versions of Triton and transformers to run on: `--share 1/2`
+runs one half of the cases of each such test, `--share 2/2` the other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=_read_share,
         default=(1, 1),
         metavar="I/N",
-        help="of tests/ops and tests/aot run the I-th of N shares: each parametrised test gives about 1/N of its cases",
+        help="run the I-th of N shares of the tests of kernels and of those marked many_cases: each parametrised one "
+        "gives about 1/N of its cases",
     )
 
 
@@ -65,12 +66,13 @@ def _read_share(text: str) -> tuple[int, int]:
 
 
 def _not_in_share(items: list[pytest.Item], share: tuple[int, int]) -> set[pytest.Item]:
-    """Cases of kernel tests that another share runs. Neighbours are drawn apart: they differ in the last parameter."""
+    """Cases that another share runs. Neighbours are drawn apart: they differ in the last parameter."""
     part, parts = share
     folders = [Path(__file__).parent / name for name in ("ops", "aot")]
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and any(folder in item.path.parents for folder in folders):
+        is_shared = item.get_closest_marker("many_cases") or any(folder in item.path.parents for folder in folders)
+        if hasattr(item, "callspec") and is_shared:
             cases[item.nodeid.split("[")[0]].append(item)
     left_out: set[pytest.Item] = set()
     for of_one_test in cases.values():

@@ -291,6 +291,9 @@ def value_of(argument: Any) -> Any:
     return argument.meta.get("example_value") if isinstance(argument, Node) else argument
 
 
+_EXTREMA = {"min": "minimum", "max": "maximum"}
+
+
 def call_of(node: Any) -> Call | None:
     """Read `node` as an operation of the table; None when it is not a call or not understood.
 
@@ -306,8 +309,12 @@ def call_of(node: Any) -> Call | None:
             return _read_to(node)
         if target in _CASTS or target in ("type", "type_as"):
             return _read_cast(node, target)
+        if target in _EXTREMA:
+            return _read_extremum(node, _EXTREMA[target])
         spelling = _METHODS.get(target)
     elif node.op == "call_function":
+        if target in (torch.min, torch.max):
+            return _read_extremum(node, _EXTREMA[target.__name__])
         if target is torch.arange:
             return _read_arange(node)
         if target is getattr:
@@ -460,6 +467,14 @@ def _read_cast(node: Node, name: str) -> Call | None:
     if isinstance(like, Tensor):
         return _cast(node.args[0], like.dtype, like.device)
     return _cast(node.args[0], like) if isinstance(like, torch.dtype) else None
+
+
+def _read_extremum(node: Node, op: str) -> Call | None:
+    """`min` and `max` of two tensors; those of one tensor and a dimension are reductions."""
+    operands = [*node.args, *([node.kwargs["other"]] if "other" in node.kwargs else [])]
+    if len(operands) != 2 or not all(isinstance(value_of(each), Tensor) for each in operands):
+        return None
+    return Call(op, dict(zip(("input", "other"), operands)))
 
 
 def _read_arange(node: Node) -> Call | None:

@@ -306,7 +306,7 @@ class _Tracer:
             known = value is not None or switches_mode(node) or not node.users
             require(known, f"{op_name(node)} gives something unknown")
             return
-        call = _read(node)
+        call = call_of(node)
         require(call is not None, f"{op_name(node)} is not known to keep tokens apart")
         assert call is not None
         if isinstance(value, Tensor):
@@ -714,15 +714,7 @@ def _hides_padding_only(hiding: Hiding, sizes: Sizes) -> bool:
         visibility = None if additive is None else additive.visibility
     else:
         visibility = read_condition(hiding.mask, sizes, true_hides=hiding.flipped)
-    return visibility is not None and visibility.complete and not visibility.is_causal
-
-
-def _read(node: Node) -> Call | None:
-    """As `call_of`, and torch.min and torch.max of two tensors, too."""
-    name = {torch.min: "minimum", torch.max: "maximum"}.get(node.target)  # type: ignore[arg-type]
-    if name is not None and len(node.args) == 2 and isinstance(value_of(node), Tensor):
-        return Call(name, {"input": node.args[0], "other": node.args[1]})
-    return call_of(node)
+    return visibility is not None and visibility.complete and not visibility.by_position
 
 
 def _are_tensors(value: Any) -> bool:

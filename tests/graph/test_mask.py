@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -12,7 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy, Tracer
 
 from kernl.graph import Emitted, canonicalize, value_of
-from kernl.graph.mask import Sizes, read_additive, read_condition, round_to, shifted_to_float32, spacing
+from kernl.graph.mask import (
+    Sizes,
+    Visibility,
+    known_number,
+    read_additive,
+    read_condition,
+    round_to,
+    shifted_to_float32,
+    spacing,
+)
 
 BATCH, SEQLEN = 3, 6
 LOWEST = torch.finfo(torch.float32).min
@@ -139,33 +149,6 @@ def lengths(mask: torch.Tensor) -> torch.Tensor:
     return key < mask.sum(1)[:, None, None, None]
 
 
-# function -> (is_causal, has key_padding)
-COMPLETE: dict[Callable[..., Any], tuple[bool, bool]] = {
-    bidirectional: (False, False),
-    padded: (False, True),
-    causal: (True, False),
-    causal_padded: (True, True),
-    causal_through_position_ids: (True, False),
-    causal_and_packed_positions: (True, False),
-    broadcast_padding: (False, True),
-    integer_equal_one: (False, True),
-    compared_after_arithmetic: (False, True),
-    unsqueezed_twice: (False, True),
-    tril: (True, False),
-    tril_of_ones_equals_one: (True, True),
-    not_triu: (True, False),
-    two_paddings: (False, True),
-    hidden_by_or: (True, True),
-    transposed_indices: (True, False),
-    # Read elsewhere, but once for each batch row and key: their [batch, 1, 1, seqlen_k] tensor is padding.
-    key_offset: (False, True),
-    negative_index: (False, True),
-    reversed_batch: (False, True),
-    flipped: (False, True),
-    lengths: (False, True),
-}
-
-
 def shifted_diagonal(mask: torch.Tensor) -> torch.Tensor:
     _, query, key = _indices(mask)
     return key <= query + 1
@@ -181,14 +164,75 @@ def anti_causal(mask: torch.Tensor) -> torch.Tensor:
     return key >= query
 
 
-def stretched_diagonal(mask: torch.Tensor) -> torch.Tensor:
-    _, query, key = _indices(mask)
-    return key * 2 <= query
-
-
 def narrow_window(mask: torch.Tensor) -> torch.Tensor:
     _, query, key = _indices(mask)
     return (key > query - 2) & (key <= query)
+
+
+def two_windows(mask: torch.Tensor) -> torch.Tensor:
+    """Bounds that several comparisons give; the narrower ones count."""
+    batch, query, key = _indices(mask)
+    near = ((query - key) < 2) & (key - query <= 3) & (key <= query + 1) & (key >= query - 4)
+    return near & mask.bool()[batch, key]
+
+
+def symmetric_window(mask: torch.Tensor) -> torch.Tensor:
+    batch, query, key = _indices(mask)
+    return (torch.abs(query - key) <= 2) & ~((key - query).abs() >= 4) & mask.bool()[batch, key]
+
+
+def behind_a_cache(mask: torch.Tensor) -> torch.Tensor:
+    batch, query, key = _indices(mask)
+    query = query + 2
+    return (key <= query) & (key > query - 6) & mask.bool()[batch, key]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A query i sees keys i + first to i + last; None: no bound."""
+
+    first: int | None = None
+    last: int | None = None
+
+
+ANY, CAUSAL = Bounds(), Bounds(last=0)
+# function -> (bounds, has key_padding)
+COMPLETE: dict[Callable[..., Any], tuple[Bounds, bool]] = {
+    bidirectional: (ANY, False),
+    padded: (ANY, True),
+    causal: (CAUSAL, False),
+    causal_padded: (CAUSAL, True),
+    causal_through_position_ids: (CAUSAL, False),
+    causal_and_packed_positions: (CAUSAL, False),
+    broadcast_padding: (ANY, True),
+    integer_equal_one: (ANY, True),
+    compared_after_arithmetic: (ANY, True),
+    unsqueezed_twice: (ANY, True),
+    tril: (CAUSAL, False),
+    tril_of_ones_equals_one: (CAUSAL, True),
+    not_triu: (CAUSAL, False),
+    two_paddings: (ANY, True),
+    hidden_by_or: (CAUSAL, True),
+    transposed_indices: (CAUSAL, False),
+    # Read elsewhere, but once for each batch row and key: their [batch, 1, 1, seqlen_k] tensor is padding.
+    key_offset: (ANY, True),
+    negative_index: (ANY, True),
+    reversed_batch: (ANY, True),
+    flipped: (ANY, True),
+    lengths: (ANY, True),
+    shifted_diagonal: (Bounds(last=1), False),
+    strictly_below: (Bounds(last=-1), False),
+    anti_causal: (Bounds(first=0), False),
+    narrow_window: (Bounds(-1, 0), False),
+    two_windows: (Bounds(-1, 1), True),
+    symmetric_window: (Bounds(-2, 2), True),
+    behind_a_cache: (Bounds(-3, 2), True),
+}
+
+
+def stretched_diagonal(mask: torch.Tensor) -> torch.Tensor:
+    _, query, key = _indices(mask)
+    return key * 2 <= query
 
 
 def query_padding(mask: torch.Tensor) -> torch.Tensor:
@@ -221,11 +265,7 @@ def written_through_a_view(mask: torch.Tensor) -> torch.Tensor:
 
 
 INCOMPLETE: list[Callable[..., Any]] = [
-    shifted_diagonal,
-    strictly_below,
-    anti_causal,
     stretched_diagonal,
-    narrow_window,
     query_padding,
     both_paddings,
     first_row_for_all,
@@ -285,6 +325,17 @@ def _evaluate(gm: GraphModule, result: Node | Emitted, inputs: tuple[Any, ...]) 
     return found
 
 
+def _by_position(read: Visibility, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """bool [seqlen_q, seqlen_k]: what bounds that are numbers let each query see."""
+    distance = torch.arange(seqlen_k)[None, :] - torch.arange(seqlen_q)[:, None]
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if read.last is not None:
+        visible &= distance <= int(known_number(read.last))  # type: ignore[arg-type]
+    if read.first is not None:
+        visible &= distance >= int(known_number(read.first))  # type: ignore[arg-type]
+    return visible
+
+
 def _graph_inputs(gm: GraphModule, mask: torch.Tensor) -> tuple[Any, ...]:
     """Inputs for the placeholders: sizes (when dynamic) and the mask."""
     found: list[Any] = []
@@ -305,15 +356,14 @@ def test_recovered(build: Callable[..., Any], dynamic: bool) -> None:
     gm = _capture(build, mask, dynamic=dynamic)
     node = _mask_node(gm)
     read = read_condition(node, _sizes(node))
-    is_causal, has_padding = COMPLETE[build]
+    bounds, has_padding = COMPLETE[build]
     assert read.complete
-    assert (read.is_causal, read.key_padding is not None) == (is_causal, has_padding)
-    assert read.hides_nothing == (not is_causal and not has_padding)
-    assert read.may_hide_rows == has_padding
+    found = Bounds(*(None if each is None else int(known_number(each)) for each in (read.first, read.last)))
+    assert (found, read.key_padding is not None) == (bounds, has_padding)
+    assert read.hides_nothing == (bounds == ANY and not has_padding)
     expected = build(mask).expand(BATCH, 1, SEQLEN, SEQLEN)
-    rebuilt = torch.ones(BATCH, 1, SEQLEN, SEQLEN, dtype=torch.bool)
-    if read.is_causal:
-        rebuilt = rebuilt.tril()
+    rebuilt = _by_position(read, SEQLEN, SEQLEN).expand(BATCH, 1, SEQLEN, SEQLEN)
+    assert read.may_hide_rows == (has_padding or not bool(rebuilt.any(-1).all()))
     if read.key_padding is not None:
         padding = _evaluate(gm, read.key_padding, _graph_inputs(gm, mask))
         assert padding.dtype == torch.bool and padding.shape == mask.shape
@@ -331,9 +381,7 @@ def test_near_misses_are_not_recovered(build: Callable[..., Any], dynamic: bool)
     read = read_condition(node, _sizes(node))
     assert not read.complete and not read.hides_nothing
     assert read.may_hide_rows
-    weaker = torch.ones(BATCH, 1, SEQLEN, SEQLEN, dtype=torch.bool)
-    if read.is_causal:
-        weaker = weaker.tril()
+    weaker = _by_position(read, SEQLEN, SEQLEN).expand(BATCH, 1, SEQLEN, SEQLEN)
     if read.key_padding is not None:
         weaker = weaker & _evaluate(gm, read.key_padding, _graph_inputs(gm, mask))[:, None, None, :]
     expected = build(mask).expand(BATCH, 1, SEQLEN, SEQLEN)
@@ -343,10 +391,57 @@ def test_near_misses_are_not_recovered(build: Callable[..., Any], dynamic: bool)
 def test_window_that_sees_everything_is_plain_causality() -> None:
     gm = _capture(wide_window, _padding_rows(), dynamic=False)
     read = read_condition(_mask_node(gm), _sizes(_mask_node(gm)))
-    assert read.complete and read.is_causal and read.key_padding is None
+    assert read.complete and read.first is None and known_number(read.last) == 0 and read.key_padding is None
     gm = _capture(wide_window, _padding_rows(), dynamic=True)
     read = read_condition(_mask_node(gm), _sizes(_mask_node(gm)))
-    assert not read.complete and read.is_causal  # a longer input would have keys outside
+    assert read.complete and known_number(read.first) == -9  # a longer input has keys outside
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_positions_that_a_tensor_holds(is_written: bool) -> None:
+    """Queries behind a cache: the number of tokens in it is the same in two reads, unless it is written in between."""
+
+    def build(mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        batch, query, key = _indices(mask)
+        last = query + tokens
+        if is_written:
+            tokens.add_(1)
+        first = query + tokens.clone()
+        tokens.add_(1)
+        return (key <= last) & (key > first - 3) & mask.bool()[batch, key]
+
+    gm = _capture(build, _padding_rows(), torch.tensor(2), dynamic=False)
+    node = _mask_node(gm)
+    read = read_condition(node, _sizes(node))
+    assert read.complete and read.key_padding is not None and read.may_hide_rows
+    assert read.first is not None and read.last is not None
+    assert len(read.first.scalars) == len(read.last.scalars) == 1
+    width = known_number(read.last.plus(read.first, -1))
+    assert width == (None if is_written else 2)
+
+
+def test_bounds_of_which_none_is_known_to_be_tighter_need_the_mask() -> None:
+    def build(mask: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        _, query, key = _indices(mask)
+        return (key <= query + tokens) & (key <= query + 1)
+
+    gm = _capture(build, _padding_rows(), torch.tensor(2), dynamic=False)
+    read = read_condition(_mask_node(gm), _sizes(_mask_node(gm)))
+    assert not read.complete and read.by_position
+
+
+def test_what_is_known_of_a_node_goes_when_its_operands_change() -> None:
+    gm = _capture(padded, _padding_rows(), dynamic=False)
+    node = _mask_node(gm)
+    assert read_condition(node, _sizes(node)).complete
+    (argument,) = [each for each in gm.graph.nodes if each.op == "placeholder"]
+    with gm.graph.inserting_after(argument):
+        other = gm.graph.call_function(torch.Tensor.flip, (argument, 1))
+    other.meta = dict(argument.meta)
+    argument.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
+    padding = read_condition(node, _sizes(node)).key_padding
+    found = _evaluate(gm, padding, (_padding_rows(),))  # type: ignore[arg-type]
+    assert torch.equal(found, _padding_rows().flip(1) != 0)
 
 
 def test_key_padding_is_the_tensor_of_the_graph_where_there_is_one() -> None:
@@ -375,7 +470,7 @@ def test_batch_or_length_of_one(build: Callable[..., Any], batch: int, seqlen: i
     read = read_condition(node, Sizes(value_of(node).shape[0], value_of(node).shape[-2], value_of(node).shape[-1]))
     assert read.complete
     assert (read.key_padding is not None) == ("padded" in build.__name__)
-    assert read.is_causal == ("causal" in build.__name__ and seqlen > 1)
+    assert read.by_position == ("causal" in build.__name__ and seqlen > 1)
 
 
 def _additive(where: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -411,7 +506,7 @@ def test_additive_masks(name: str) -> None:
     assert read is not None
     assert read.hidden_value == pytest.approx(hidden_value, rel=1e-6)
     assert read.hidden_value == build(mask).min().item()
-    assert read.visibility.complete and not read.visibility.is_causal
+    assert read.visibility.complete and not read.visibility.by_position
     assert read.visibility.key_padding is not None
     assert torch.equal(_evaluate(gm, read.visibility.key_padding, (mask,)), mask != 0)
     if read.condition is not None:
@@ -426,7 +521,7 @@ def test_additive_triangle() -> None:
     node = _mask_node(_capture(build, _padding_rows(), dynamic=True))
     read = read_additive(node, _sizes(node))
     assert read is not None and read.hidden_value == float("-inf")
-    assert read.visibility.complete and read.visibility.is_causal and read.visibility.key_padding is None
+    assert read.visibility.complete and read.visibility.by_position and read.visibility.key_padding is None
 
 
 def test_subtracted_mask() -> None:
@@ -553,6 +648,7 @@ class _RandomMask:
         atoms: list[Callable[[], Proxy]] = [
             lambda: getattr(key, compare)(query),
             lambda: key.le(query),
+            lambda: getattr((key - query).abs(), compare)(self.random.choice([-1, 0, 1, 3])),
             lambda: getattr(key, compare)(self.random.choice([-1, 0, 2, self.seqlen])),
             lambda: query.ge(0),
             lambda: getattr(self.mask, compare)(self.random.choice([0, 1]))[:, None, None, :],
@@ -583,9 +679,8 @@ def test_random_masks(trial: int, rng: torch.Generator) -> None:
     node = _mask_node(gm)
     read = read_condition(node, Sizes(batch, seqlen, seqlen))
     expected = gm(example)[0].expand(batch, 1, seqlen, seqlen)
-    rebuilt = torch.ones(batch, 1, seqlen, seqlen, dtype=torch.bool)
-    if read.is_causal:
-        rebuilt = rebuilt.tril()
+    rebuilt = _by_position(read, seqlen, seqlen).expand(batch, 1, seqlen, seqlen)
+    assert not read.sees_by_position or bool(rebuilt.any(-1).all()), gm.code
     if read.key_padding is not None:
         rebuilt = rebuilt & _evaluate(gm, read.key_padding, (example,))[:, None, None, :]
     assert torch.equal(rebuilt & expected, expected), gm.code

@@ -14,11 +14,12 @@ from torch.fx import GraphModule, Node
 
 import kernl.ops
 import kernl.patterns  # noqa: F401
-from kernl.graph import RewriteReport, canonicalize, default_registry, rewrite, value_of
+from kernl.graph import RewriteReport, call_of, canonicalize, default_registry, rewrite, value_of
 from kernl.testing import assert_within_budget
 
 LAYERS, HEADS = 2, 4
-OTHERS = {name for name in default_registry.names() if name not in ("attention", "eager_attention", "dropout")}
+MINE = ("attention", "eager_attention", "relative_position_bias", "dropout")
+OTHERS = {name for name in default_registry.names() if name not in MINE}
 
 
 class Compiled:
@@ -57,15 +58,23 @@ class Compiled:
     @property
     def arguments(self) -> dict[str, Any]:
         """What the first attention of the last graph is told; nodes by what they hold."""
-        names = ("query", "key", "value", "attn_mask", "key_padding", "scale", "is_causal", "hidden_rows")
         node = next(node for node in self.graphs[-1].graph.nodes if node.target is torch.ops.kernl.attention.default)
-        return dict(zip(names, node.args))
+        call = call_of(node)
+        assert call is not None
+        return call.arguments
 
     @property
     def masking(self) -> tuple[bool, bool, bool, str]:
         """Whether there is an attn_mask, key padding, causality; and hidden_rows."""
         told = self.arguments
         return told["attn_mask"] is not None, told["key_padding"] is not None, told["is_causal"], told["hidden_rows"]
+
+    @property
+    def window(self) -> tuple[int | None, int | None, Any]:
+        """left, right, and the number or tensor that is the position of the first query."""
+        told = self.arguments
+        offset = told["offset"] if told["q_offset"] is None else told["q_offset"]
+        return told["left"], told["right"], offset
 
     def square_masks(self) -> list[Node]:
         """What is left of [batch, 1, seqlen, seqlen] masks."""
@@ -164,14 +173,14 @@ def test_family(family: str, implementation: str) -> None:
         for batch, seqlen in ((4, 9), (3, 6)):
             mask = _padding_rows(batch, seqlen)
             _check(model, compiled, input_ids=torch.randint(3, 50, (batch, seqlen)), attention_mask=mask)
-        assert compiled.masking == (family == "mistral", True, family in DECODERS, hidden_rows)
+        assert compiled.masking == (False, True, family in DECODERS, hidden_rows)
+        assert compiled.window == (2 if family == "mistral" else None, None, 0)
     assert len(compiled.graphs) == 1, "a new size was compiled anew"
     assert compiled.matched == expected
     assert not compiled.refused
-    if family != "mistral":
-        # The [batch, 1, seqlen, seqlen] mask is gone with everything that built it.
-        assert not compiled.square_masks()
-        assert not {"where", "le", "ge", "and"} & set(compiled.reports[0].leftover)
+    # The [batch, 1, seqlen, seqlen] mask is gone with everything that built it.
+    assert not compiled.square_masks()
+    assert not {"where", "le", "ge", "and"} & set(compiled.reports[0].leftover)
 
     if family == "vit":
         return
@@ -179,8 +188,7 @@ def test_family(family: str, implementation: str) -> None:
     _check(model, compiled, input_ids=torch.randint(3, 50, (2, 7)))
     assert compiled.matched == expected
     assert not compiled.refused
-    if family != "mistral":
-        assert compiled.masking == (False, False, family in DECODERS, "zero")
+    assert compiled.masking == (False, False, family in DECODERS, "zero")
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -274,6 +282,19 @@ def _scores_in_float32(query: Any, key: Any, value: Any) -> Any:
     return F.softmax(scores.float(), dim=-1).type_as(value) @ value
 
 
+def _softcap(query: Any, key: Any, value: Any) -> Any:
+    scores = torch.tanh(query @ key.mT * 0.3 / 2.5) * 2.5
+    return torch.softmax(scores + torch.where(torch.ones(6, 6).tril() == 1, 0.0, -math.inf), -1) @ value
+
+
+def _softcap_of_other_numbers(query: Any, key: Any, value: Any) -> Any:
+    return torch.softmax(2.5 * (query @ key.mT * 0.3).tanh(), -1) @ value
+
+
+def _bias_before_scale(query: Any, key: Any, value: Any) -> Any:
+    return torch.softmax((query @ key.mT + key[..., :1].mT) * 0.3, -1) @ value
+
+
 def _key_never_transposed(query: Any, key: Any, value: Any) -> Any:
     return torch.softmax(query @ key.reshape(4, 6, 2, 8).permute(0, 2, 3, 1) * 0.3, -1) @ value
 
@@ -288,6 +309,9 @@ VARIANTS = [
     _no_scale,
     _softmax_in_float32,
     _scores_in_float32,
+    _bias_before_scale,
+    _softcap,
+    _softcap_of_other_numbers,
     _key_never_transposed,
 ]
 
@@ -297,7 +321,10 @@ def test_variant(function: Callable[..., Any]) -> None:
     compiled = _compare(function, *_operands().values())
     assert compiled.matched == (0, 1) and not compiled.refused
     nodes = [node for node in compiled.graphs[0].graph.nodes if node.op in ("call_function", "call_method")]
-    assert not any("softmax" in str(node.target) or "matmul" in str(node.target) for node in nodes)
+    assert not any(name in str(node.target) for node in nodes for name in ("softmax", "matmul", "tanh"))
+    if "softcap" in function.__name__:
+        assert compiled.arguments["softcap"] == 2.5
+        assert compiled.arguments["scale"] == pytest.approx(0.3 if function is _softcap else 0.75)
 
 
 @pytest.mark.parametrize("function", [_softmax_in_float32, _scores_in_float32], ids=lambda function: function.__name__)
@@ -394,11 +421,11 @@ MASKINGS: dict[str, tuple[Callable[..., Any], tuple[bool, bool, bool, str]]] = {
     ),
     "shifted_diagonal": (
         lambda s, m: s + torch.where(torch.ones(6, 6).tril(1) == 1, 0.0, LOWEST),
-        (True, False, False, "mean"),
+        (False, False, False, "zero"),
     ),
     "no_diagonal": (
         lambda s, m: s.masked_fill(torch.ones(6, 6).tril(-1) == 0, LOWEST),
-        (True, False, False, "mean"),
+        (False, False, True, "mean"),
     ),
     "query_padding": (
         lambda s, m: s + torch.where(_visible(m) & _visible(m).mT, 0.0, LOWEST),
@@ -421,6 +448,16 @@ MASKINGS: dict[str, tuple[Callable[..., Any], tuple[bool, bool, bool, str]]] = {
         lambda s, m: s + m.cumsum(-1)[:, None, None, :] + torch.where(_visible(m), 0.0, LOWEST),
         (True, True, False, "mean"),
     ),
+    "two_biases": (
+        lambda s, m: s + m.float()[:, None, :, None] + m.cumsum(-1)[:, None, None, :],
+        (True, False, False, "zero"),
+    ),
+    "two_biases_and_a_mask": (
+        lambda s, m: (
+            s + m.float()[:, None, :, None] + torch.where(_visible(m), m.cumsum(-1)[:, None, None, :].float(), LOWEST)
+        ),
+        (True, True, False, "mean"),
+    ),
     "bias_then_square_mask": (
         lambda s, m: (
             s + m.cumsum(-1)[:, None, None, :].float() + torch.where(_visible(m) & _visible(m).mT, 0.0, LOWEST)
@@ -434,12 +471,16 @@ MASKINGS: dict[str, tuple[Callable[..., Any], tuple[bool, bool, bool, str]]] = {
 }
 
 
+WINDOWS = {"shifted_diagonal": (None, 1, 0), "no_diagonal": (None, None, -1)}
+
+
 @pytest.mark.parametrize("name", MASKINGS)
 def test_masking(name: str) -> None:
     hide, expected = MASKINGS[name]
     compiled = _compare(_masked(hide), *_operands().values(), _padding_rows(4, 6), atol=5e-6)
     assert compiled.matched == (0, 1), compiled.refused
     assert compiled.masking == expected
+    assert compiled.window == WINDOWS.get(name, (None, None, 0))
 
 
 def test_minus_infinity_gives_zero_where_everything_is_hidden() -> None:
@@ -478,7 +519,8 @@ def test_sdpa_with_masks_that_are_no_padding(seqlen: int) -> None:
     def float_mask(padding: torch.Tensor) -> torch.Tensor:
         return torch.where(_visible(padding), 0.0, LOWEST)
 
-    assert attend(shifted).masking == (True, True, False, "zero")
+    assert attend(shifted).masking == (False, True, False, "zero")
+    assert attend(shifted).window == (None, 1, 0)
     assert attend(offset).masking == (False, True, False, "zero")
     assert attend(lengths).masking == (False, True, False, "zero")
     assert attend(float_mask).masking == (False, True, False, "mean")
@@ -582,18 +624,19 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], str]] = {
         lambda q, k, v: _formula(q, k, v, lambda p: p * torch.tensor([0.0, 1.0])[None, :, None, None]),
         "mul between softmax and the product with the values",
     ),
-    "softcap": (lambda q, k, v: _scored(q, k, v, lambda s: torch.tanh(s / 5) * 5), "tanh between the product"),
+    "masked_before_the_softcap": (
+        lambda q, k, v: _scored(q, k, v, lambda s: torch.tanh((s + q[..., :1]) / 5) * 5),
+        "scaled after a mask",
+    ),
+    "negative_softcap": (lambda q, k, v: _scored(q, k, v, lambda s: torch.tanh(s / 5) * -5), "tanh that is no softcap"),
+    "two_softcaps": (lambda q, k, v: _scored(q, k, v, lambda s: s.tanh().tanh()), "tanh that is no softcap"),
     "scaled_after_mask": (
-        lambda q, k, v: _scored(q, k, v, lambda s: (s + 1e4 * q[..., :1]) * 2),
+        lambda q, k, v: _scored(q, k, v, lambda s: (s + torch.where(torch.arange(6) < 4, 0.0, LOWEST)) * 0.5),
         "scaled after a mask",
     ),
     "not_last": (
         lambda q, k, v: torch.softmax(q @ k.mT, -2) @ v,
         "softmax is not over the last dimension",
-    ),
-    "two_biases": (
-        lambda q, k, v: _scored(q, k, v, lambda s: s + q[..., :1] + k[..., 0][:, :, None]),
-        "several biases",
     ),
     "two_additive_masks": (
         lambda q, k, v: _scored(
@@ -650,7 +693,10 @@ def test_refused_operands() -> None:
     assert "5 dimensions" in _refused(_scale_after, *_operands((1, 1, 2, 3, 4)).values())
     query, key, value = torch.randn(2, 4, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8)
     assert "not known to be equal" in _refused(_scale_after, query, key, value)
-    assert "numbers of heads" in _refused(_scale_after, query, key.expand(2, 1, 3, 8), value.expand(2, 1, 3, 8))
+    key, value = key.expand(2, 1, 3, 8), value.expand(2, 1, 3, 8)
+    assert "numbers of heads" in _refused(_scale_after, query, key, value.expand(2, 4, 3, 8))
+    assert "numbers of heads" in _refused(_scale_after, query[:, :1], key.expand(2, 4, 3, 8), value.expand(2, 4, 3, 8))
+    assert _compare(_scale_after, query, key, value).matched == (0, 1)  # one head of keys for all of the queries
 
 
 def test_active_dropout() -> None:
@@ -694,6 +740,24 @@ def test_mask_written_in_place() -> None:
 
     compiled = _compare(function, *_operands().values())
     assert compiled.matched == (2, 0)
+
+
+def test_positions_behind_a_counter_that_is_written_in_between() -> None:
+    """Both bounds stay true; as they count from different numbers, the op gets the mask."""
+
+    def function(query: Any, key: Any, value: Any, tokens: Any) -> Any:
+        index = torch.arange(6)
+        last = index[:, None] + tokens
+        tokens.add_(1)
+        first = index[:, None] + tokens.clone()
+        visible = (index[None, :] <= last) & (index[None, :] > first - 3)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible[None, None])
+
+    operands = _operands().values()
+    compiled = Compiled(function)
+    found = compiled(*operands, torch.tensor(1))
+    torch.testing.assert_close(found, function(*operands, torch.tensor(1)), rtol=1e-5, atol=2e-6)
+    assert compiled.matched == (1, 0) and compiled.masking == (True, False, False, "zero")
 
 
 def test_gradients() -> None:
