@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Results, check_result, floors, write_tuning_table
 from kernl.ops.attention import implementations, reference_attention
-from kernl.ops.attention_common import Scoring
+from kernl.ops.attention_common import scoring_of_op
 from kernl.runtime import tuning
 
 _SHAPES = " ".join(
@@ -101,7 +101,7 @@ class Problem:
         return int(self.key_padding.sum())
 
     def implementations(self) -> tuple[dict[str, Callable[[], Any]], tuple[Any, ...], str]:
-        scoring = Scoring.of_op(self.attn_mask, self.key_padding, self.scale, self.shape.is_causal, "zero")
+        scoring = scoring_of_op(self.attn_mask, self.key_padding, self.scale, self.shape.is_causal, "zero")
         runs, problem, default = implementations(self.query, self.key, self.value, scoring)
         return dict(runs), problem, default
 

@@ -1,4 +1,4 @@
-"""Attention, backward: the gradients of query, key, value and a float attn_mask, in two or three passes.
+"""Attention, backward: the gradients of query, key, value and a float attn_mask or bias, in two or three passes.
 
 With s_ij, lse_i and out_i as in `kernl.kernels.attention`, the keys j in N(i) visible to query i, dO and dlse the
 gradients of the two outputs:
@@ -7,6 +7,10 @@ gradients of the two outputs:
     delta_i = <dO_i, out_i> - dlse_i
     dS_ij   = P_ij (<dO_i, v_j> - delta_i)
     dQ_i    = scale sum_j dS_ij k_j      dK_j = scale sum_i dS_ij q_i      dV_j = sum_i P_ij dO_i      dbias_ij = dS_ij
+
+With dropout <dO_i, v_j> and the P of dV are multiplied by its factors, 0 or 1 / (1 - p), made again from seed and
+offset; with a softcap dS is multiplied by the cap's derivative where it meets q or k; with bias_before_scale dbias has
+the factor scale too. The gradient of a bias by distance (T5's) is not made here.
 
 Neither P nor dS is written to memory: each kernel computes its tiles anew from the logsumexp of the forward pass.
 
@@ -23,15 +27,15 @@ Every element of a gradient has one owner that sums in a fixed order: no atomics
 FlashAttention (Dao et al. 2022) and the loop order of FlashAttention-2 (Dao 2023).
 
 Which tiles are visited
-    query: the keys that can be visible at all, as in the forward pass. key: from the diagonal on when causal, and none
-    where all keys of the program are padding. The loops over tiles that need no test and over those that do are apart,
-    as in the forward pass. The key kernel tests no padding: what it sums for a padded key stays in that key's row,
-    which is set to zero in the end.
+    query: the keys that can be visible at all, as in the forward pass. key: the queries whose windows reach the keys of
+    the program (all for keys of a prefix), and none where all keys of the program are padding. The loops over tiles
+    that need no test and over those that do are apart, as in the forward pass. The key kernel tests no padding: what it
+    sums for a padded key stays in that key's row, which is set to zero in the end.
 
 Corners
     Keys and values at padded positions are read as zero: NaN there cannot leak.
-    A query that sees no key has P = 0. Under HIDDEN_ROWS_MEAN its gradient goes to all values in equal parts: the query
-    kernel leaves the sum of dO over such rows of each program in memory, and the key kernel adds what belongs to it.
+    A query that sees no key has P = 0. Where hidden rows are means its gradient goes to all values in equal parts: the
+    query kernel leaves the sum of dO over such rows of each program in memory, and the key kernel adds its part.
     A float mask can push every score of a row to where lse = max + log(sum) has no digits left for log(sum); with
     finfo.min for all keys, lse is finfo.min, and exp(s - lse) is 1 where the forward pass had 1 / seqlen_k. For rows
     with |lse| > 256 the query kernel therefore sums exp(s - lse) over the keys once more, which is 1 but for that
@@ -47,6 +51,7 @@ Flops and bytes
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,29 +61,49 @@ import torch
 import triton
 import triton.language as tl
 
-from kernl.kernels.attention import (
+from kernl.kernels.attention_common import (
     ABSENT,
     BOOL,
-    FLOAT,
+    FARTHEST,
     LENGTHS,
     LOG2E,
     LOWEST,
+    Dropout,
+    Mask,
+    Padding,
+    Rows,
+    Scores,
+    Window,
+    clamped,
+    is_kept,
+    key_tiles,
+    load_rows,
+    masked_scores,
+    number_of_tiles,
+    offset_of_head,
+    offset_of_row,
+    rows_of_mask,
+    start_of_tile,
+    unpadded_keys,
+    visible_range,
+)
+from kernl.kernels.attention_problem import (
+    UNSPECIALIZED,
     Configuration,
-    _load_rows,
-    _mask_kind,
-    _padding_kind,
-    _strides,
-    _tilings,
-    _visible_range,
-    alignment_of,
+    Scoring,
+    Variant,
     block_of,
+    case_of,
+    of_kernel,
+    scoring_arguments,
+    strides_by_name,
+    tilings,
 )
 from kernl.kernels.common import (
     TRITON_TYPES,
     AotCase,
     count_launch,
     let_next_kernel_start,
-    to_compute,
     to_storage,
     wait_for_previous_kernel,
 )
@@ -89,66 +114,30 @@ _HIDDEN_CHUNK = tl.constexpr(16)
 
 
 @triton.jit
-def _probabilities(
-    products,  # <q_i, k_j>: [queries, keys], or [keys, queries]
-    query_rows,  # positions of the queries, with a dimension of size 1 for the keys
-    offsets_n,  # the keys, counted from start_n, with a dimension of size 1 for the queries, like the next two
-    exists,
-    visible_keys,
-    shift,  # like query_rows: what to subtract from the scores, see kernl_attention_backward_query
-    log2_sum,
-    attn_mask,  # at (batch, head, 0, 0)
-    mask_stride_m,
-    mask_stride_n,
-    start_n,
-    seqlen_q,
-    score_scale,
-    ATTN_MASK: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    MASK_ALIGNMENT: tl.constexpr,
-    TEST_CAUSAL: tl.constexpr,
-    TEST_KEYS: tl.constexpr,
-):
-    """P, in the layout of `products`. Without TEST_KEYS all keys count as existing and visible."""
-    visible = visible_keys
-    if TEST_CAUSAL:
-        visible = visible & (start_n + offsets_n <= query_rows)
-    if ATTN_MASK != ABSENT:
-        mask_pointers = attn_mask + tl.cast(start_n, tl.int64) * mask_stride_n + offsets_n * mask_stride_n
-        if MASK_PER_QUERY:
-            # Rows past the last query read the last one's mask: the load needs no test.
-            mask_rows = tl.minimum(query_rows, seqlen_q - 1).to(tl.int64) * mask_stride_m
-            if MASK_ALIGNMENT > 1:
-                mask_rows = tl.multiple_of(mask_rows, [MASK_ALIGNMENT, MASK_ALIGNMENT])
-            mask_pointers = mask_pointers + mask_rows
-        mask_tile = tl.load(mask_pointers, mask=exists, other=0) if TEST_KEYS else tl.load(mask_pointers)
-    if ATTN_MASK == FLOAT:
-        scores = products * score_scale + to_compute(mask_tile).to(tl.float32)
-        exponents = (scores - shift) * LOG2E - log2_sum
+def _exponentials(scores, shift, log2_sum, scoring, HOW: tl.constexpr):
+    """P, from scores that are -inf where hidden; shift and log2_sum with a dimension of size 1 for the keys."""
+    if HOW.natural:
+        return tl.exp2((scores - shift) * LOG2E - log2_sum)
     else:
-        exponents = products * score_scale - shift
-        if ATTN_MASK == BOOL:
-            visible = visible & (mask_tile != 0)
-    if TEST_CAUSAL or TEST_KEYS or ATTN_MASK == BOOL:
-        exponents = tl.where(visible, exponents, float("-inf"))
-    return tl.exp2(exponents)
+        return tl.exp2(scores * scoring.scale - shift)
 
 
 @triton.jit
-def _unpadded_keys(
-    key_padding,
-    padding_stride_n,
-    keys,  # [BLOCK_N] positions
-    seqlen_k,
-    KEY_PADDING: tl.constexpr,
-):
-    """Which keys exist and are not padding: [BLOCK_N] bool."""
-    unpadded = keys < seqlen_k
-    if KEY_PADDING == LENGTHS:
-        unpadded = unpadded & (keys < tl.load(key_padding))
-    elif KEY_PADDING == BOOL:
-        unpadded = tl.load(key_padding + keys.to(tl.int64) * padding_stride_n, mask=unpadded, other=0) != 0
-    return unpadded
+def _offset_of_queries(q_offset, batch, offset_stride_b, HOW: tl.constexpr):
+    """The position of query 0 among the keys."""
+    if HOW.top_left:
+        return 0
+    elif HOW.offset_in_memory:
+        return clamped(tl.load(q_offset + batch * offset_stride_b), FARTHEST).to(tl.int32)
+    else:
+        return q_offset
+
+
+@triton.jit
+def _sequence(cu_seqlens, batch):
+    """First token and length of a packed sequence."""
+    start = tl.load(cu_seqlens + batch).to(tl.int32)
+    return start, tl.load(cu_seqlens + batch + 1).to(tl.int32) - start
 
 
 @triton.jit
@@ -156,13 +145,13 @@ def _load_row_statistics(
     delta,
     shift,
     log2_sum,
-    rows64,  # [BLOCK_M] batch, head and query in one number
+    rows64,  # [BLOCK_M] numbers of the rows among all statistics
     row_is_valid,
-    ATTN_MASK: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """delta, shift and log2_sum of some queries, each [BLOCK_M]; those past the end get P = 0."""
     row_delta = tl.load(delta + rows64, mask=row_is_valid, other=0.0)
-    if ATTN_MASK == FLOAT:
+    if HOW.natural:
         row_shift = tl.load(shift + rows64, mask=row_is_valid, other=0.0)
         row_log2_sum = tl.load(log2_sum + rows64, mask=row_is_valid, other=float("inf"))
     else:
@@ -179,137 +168,99 @@ def _keys_step(
     row_delta,  # [BLOCK_M], as the next two
     row_shift,
     row_log2_sum,
-    key,
+    key,  # Rows of the head, as the next
     value,
-    attn_mask,
-    key_padding,
-    key_stride_n,
-    key_stride_d,
-    value_stride_n,
-    value_stride_d,
-    mask_stride_m,
-    mask_stride_n,
-    padding_stride_n,
     start_n,
     first,
     end,
-    query_rows,  # [BLOCK_M] positions of the queries
-    seqlen_q,
-    score_scale,
+    query_rows,  # [BLOCK_M] numbers of the queries
+    positions,  # [BLOCK_M] of the queries among the keys
+    padding,  # Padding
+    window,  # Window
+    last_row,  # number of the last query
+    mask_pointer,  # at (batch, head, 0, 0), as the next
+    bias_pointer,
+    mask_stride_m,
+    mask_stride_n,
+    bias_stride_m,
+    bias_stride_n,
+    scoring,  # Scores
+    dropout,  # Dropout
+    keep_scale,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ATTN_MASK: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    MASK_ALIGNMENT: tl.constexpr,
-    KEY_PADDING: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     TEST_KEYS: tl.constexpr,
     SUM_ONLY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    WIDE_OFFSETS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Add what the keys [start_n, start_n + BLOCK_N) give to dQ, or (SUM_ONLY) to the sum of P.
 
-    TEST_KEYS is false for a tile all of whose keys are in range, unpadded and not above the diagonal.
+    TEST_KEYS is false for a tile all of whose keys are in range, unpadded and inside the window of every query.
     """
     offsets = tl.arange(0, BLOCK_N)
     keys = start_n + offsets  # [BLOCK_N]
     exists = keys < end
     unpadded = exists & (keys >= first)
-    if TEST_KEYS and KEY_PADDING == BOOL:
-        unpadded = tl.load(key_padding + keys.to(tl.int64) * padding_stride_n, mask=unpadded, other=0) != 0
-    if WIDE_OFFSETS:
+    if TEST_KEYS and HOW.key_padding == BOOL:
+        unpadded = unpadded_keys(padding, keys, unpadded)
+    if HOW.wide_offsets:
         offsets = offsets.to(tl.int64)
-    start = tl.cast(start_n, tl.int64)
-    key_offset = start * key_stride_n
-    value_offset = start * value_stride_n
-    if ALIGNMENT > 1:
-        key_offset = tl.multiple_of(key_offset, ALIGNMENT)
-        value_offset = tl.multiple_of(value_offset, ALIGNMENT)
     # Padded keys are zero, as padded values are: their zero in dS would not hide a NaN from the product with K.
-    key_tile = _load_rows(
-        key + key_offset,
-        offsets,
-        unpadded,
-        key_stride_n,
-        key_stride_d,
-        HEAD_DIM,
-        BLOCK_D,
-        TEST_KEYS,
-        ALIGNMENT,
+    key_tile = load_rows(
+        key, start_n, offsets, unpadded, HOW.head_dim, HOW.block_d, TEST_KEYS, HOW.alignment
     )  # [BLOCK_N, BLOCK_D]
-    products = tl.dot(query_tile, tl.trans(key_tile), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
-    probabilities = _probabilities(
+    mask_rows = tl.minimum(query_rows, last_row)[:, None]
+    products = tl.dot(query_tile, tl.trans(key_tile), input_precision=HOW.input_precision)  # [BLOCK_M, BLOCK_N]
+    scores, slope_of_cap = masked_scores(
         products,
-        query_rows[:, None],
+        positions[:, None],
+        start_n,
+        keys[None, :],
         offsets[None, :],
         exists[None, :],
         unpadded[None, :],
-        row_shift[:, None],
-        row_log2_sum[:, None],
-        attn_mask,
-        mask_stride_m,
-        mask_stride_n,
-        start_n,
-        seqlen_q,
-        score_scale,
-        ATTN_MASK,
-        MASK_PER_QUERY,
-        MASK_ALIGNMENT,
-        IS_CAUSAL and TEST_KEYS,
+        window,
+        Mask(mask_pointer, rows_of_mask(mask_rows, mask_stride_m, HOW.mask_alignment), mask_stride_n),
+        Mask(bias_pointer, rows_of_mask(mask_rows, bias_stride_m, HOW.bias_alignment), bias_stride_n),
+        scoring,
         TEST_KEYS,
+        TEST_KEYS,
+        HOW,
     )
+    probabilities = _exponentials(scores, row_shift[:, None], row_log2_sum[:, None], scoring, HOW)
     if SUM_ONLY:
         total += tl.sum(probabilities, 1)
     else:
-        value_tile = _load_rows(
-            value + value_offset,
-            offsets,
-            unpadded,
-            value_stride_n,
-            value_stride_d,
-            VALUE_DIM,
-            BLOCK_DV,
-            TEST_KEYS,
-            ALIGNMENT,
+        value_tile = load_rows(
+            value, start_n, offsets, unpadded, HOW.value_dim, HOW.block_dv, TEST_KEYS, HOW.alignment
         )  # [BLOCK_N, BLOCK_DV]
-        grad_probabilities = tl.dot(grad_tile, tl.trans(value_tile), input_precision=INPUT_PRECISION)
+        grad_probabilities = tl.dot(grad_tile, tl.trans(value_tile), input_precision=HOW.input_precision)
+        if HOW.dropout:
+            kept = is_kept(dropout, query_rows, start_n, BLOCK_M, BLOCK_N)
+            grad_probabilities = tl.where(kept, grad_probabilities * keep_scale, 0.0)
         grad_scores = probabilities * (grad_probabilities - row_delta[:, None])  # [BLOCK_M, BLOCK_N]
-        total = tl.dot(grad_scores.to(key_tile.dtype), key_tile, total, input_precision=INPUT_PRECISION)
+        if HOW.softcap:
+            grad_scores = grad_scores * slope_of_cap
+        total = tl.dot(grad_scores.to(key_tile.dtype), key_tile, total, input_precision=HOW.input_precision)
     return total
 
 
-@triton.jit(
-    do_not_specialize=[
-        "heads",
-        "seqlen_q",
-        "seqlen_k",
-        "query_stride_b",
-        "query_stride_h",
-        "key_stride_b",
-        "key_stride_h",
-        "value_stride_b",
-        "value_stride_h",
-        "grad_stride_b",
-        "grad_stride_h",
-        "output_stride_b",
-        "output_stride_h",
-        "mask_stride_b",
-        "mask_stride_h",
-        "mask_stride_m",
-        "padding_stride_b",
-    ]
-)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def kernl_attention_backward_query(
     query,
     key,
     value,
     attn_mask,
+    bias,
     key_padding,
+    alibi_slopes,
+    distance_bias,
+    prefix,
+    q_offset,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    dropout_seed,
+    dropout_offset,
     grad_output,
     output,
     logsumexp,
@@ -343,39 +294,41 @@ def kernl_attention_backward_query(
     mask_stride_h,
     mask_stride_m,
     mask_stride_n,
+    bias_stride_b,
+    bias_stride_h,
+    bias_stride_m,
+    bias_stride_n,
     padding_stride_b,
     padding_stride_n,
+    alibi_stride_b,
+    offset_stride_b,
     heads,
     group,
     seqlen_q,
     seqlen_k,
+    max_seqlen_q,
+    right,
+    left,
+    reach,
+    dropout_threshold,
     scale,
     score_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    softcap,
+    keep_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ATTN_MASK: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    MASK_ALIGNMENT: tl.constexpr,
-    KEY_PADDING: tl.constexpr,
     SCAN_PADDING: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HIDDEN_ROWS_MEAN: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    WIDE_OFFSETS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    HOW: tl.constexpr,
 ):
-    wait_for_previous_kernel(USE_PDL)
-    let_next_kernel_start(USE_PDL)
+    wait_for_previous_kernel(HOW.use_pdl)
+    let_next_kernel_start(HOW.use_pdl)
 
-    blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
+    BLOCK_D: tl.constexpr = HOW.block_d
+    rows_in_all = seqlen_q
+    blocks_m = tl.cdiv(max_seqlen_q if HOW.varlen else seqlen_q, BLOCK_M)
     program = tl.program_id(0)
     block_m = program % blocks_m
-    if IS_CAUSAL:
+    if HOW.has_right:
         block_m = blocks_m - 1 - block_m  # longest first
     batch_head = program // blocks_m
     batch = batch_head // heads
@@ -384,100 +337,109 @@ def kernl_attention_backward_query(
     batch64 = batch.to(tl.int64)
     head64 = head.to(tl.int64)
     key_head64 = (head // group).to(tl.int64)
-    start_m64 = start_m.to(tl.int64)
 
-    query_offset = batch64 * query_stride_b + head64 * query_stride_h + start_m64 * query_stride_m
-    key_offset = batch64 * key_stride_b + key_head64 * key_stride_h
-    value_offset = batch64 * value_stride_b + key_head64 * value_stride_h
-    grad_offset = batch64 * grad_stride_b + head64 * grad_stride_h + start_m64 * grad_stride_m
-    output_offset = batch64 * output_stride_b + head64 * output_stride_h + start_m64 * output_stride_m
-    if ALIGNMENT > 1:
-        query_offset = tl.multiple_of(query_offset, ALIGNMENT)
-        key_offset = tl.multiple_of(key_offset, ALIGNMENT)
-        value_offset = tl.multiple_of(value_offset, ALIGNMENT)
-        grad_offset = tl.multiple_of(grad_offset, ALIGNMENT)
-        output_offset = tl.multiple_of(output_offset, ALIGNMENT)
-    key += key_offset
-    value += value_offset
-    if ATTN_MASK != ABSENT:
-        mask_offset = batch64 * mask_stride_b + head64 * mask_stride_h
-        if MASK_ALIGNMENT > 1:
-            mask_offset = tl.multiple_of(mask_offset, MASK_ALIGNMENT)
-        attn_mask += mask_offset
-    if KEY_PADDING != ABSENT:
-        key_padding += batch64 * padding_stride_b
+    query += offset_of_head(batch64, query_stride_b, head64, query_stride_h, HOW.alignment)
+    key += offset_of_head(batch64, key_stride_b, key_head64, key_stride_h, HOW.alignment)
+    value += offset_of_head(batch64, value_stride_b, key_head64, value_stride_h, HOW.alignment)
+    grad_output += offset_of_head(batch64, grad_stride_b, head64, grad_stride_h, HOW.alignment)
+    output += offset_of_head(batch64, output_stride_b, head64, output_stride_h, HOW.alignment)
+    row_start = batch64 * seqlen_q
+    statistics_start = batch_head.to(tl.int64) * seqlen_q
+    if HOW.varlen:
+        start_q, seqlen_q = _sequence(cu_seqlens_q, batch)
+        start_k, seqlen_k = _sequence(cu_seqlens_k, batch)
+        query += offset_of_row(start_q, query_stride_m, HOW.alignment)
+        key += offset_of_row(start_k, key_stride_n, HOW.alignment)
+        value += offset_of_row(start_k, value_stride_n, HOW.alignment)
+        grad_output += offset_of_row(start_q, grad_stride_m, HOW.alignment)
+        output += offset_of_row(start_q, output_stride_m, HOW.alignment)
+        row_start = start_q.to(tl.int64)
+        statistics_start = head64 * rows_in_all + start_q
+        if start_m >= seqlen_q:
+            if HOW.hidden_rows_mean:
+                columns = tl.arange(0, HOW.block_dv)
+                place = hidden_grads + (batch_head.to(tl.int64) * blocks_m + block_m) * HOW.value_dim
+                tl.store(place + columns, tl.zeros_like(columns).to(tl.float32), mask=columns < HOW.value_dim)
+            return
+    keys = Rows(key, key_stride_n, key_stride_d)
+    values = Rows(value, value_stride_n, value_stride_d)
 
     offsets_m = tl.arange(0, BLOCK_M)
     query_rows = start_m + offsets_m  # [BLOCK_M]
     row_is_valid = query_rows < seqlen_q
-    rows64 = batch_head.to(tl.int64) * seqlen_q + query_rows
-    if WIDE_OFFSETS:
-        offsets_m = offsets_m.to(tl.int64)
+    rows64 = statistics_start + query_rows
+    offset = _offset_of_queries(q_offset, batch, offset_stride_b, HOW)
+    if HOW.top_left:
+        right = 0
+    window = Window(left, right, tl.load(prefix + batch).to(tl.int32) if HOW.has_prefix else 0)
+    if HOW.mask != ABSENT:
+        attn_mask += offset_of_head(batch64, mask_stride_b, head64, mask_stride_h, HOW.mask_alignment)
+    if HOW.bias != ABSENT:
+        bias += offset_of_head(batch64, bias_stride_b, head64, bias_stride_h, HOW.bias_alignment)
+    if HOW.key_padding != ABSENT:
+        key_padding += batch64 * padding_stride_b
+    padding = Padding(key_padding, padding_stride_n)
+    slope = tl.load(alibi_slopes + batch64 * alibi_stride_b + head) if HOW.alibi else 0.0
+    if HOW.distance_bias:
+        distance_bias += head64 * (2 * reach + 1)
+    scoring = Scores(score_scale, softcap, slope, distance_bias, reach)
+    seed = tl.load(dropout_seed) if HOW.dropout else 0
+    counter = tl.load(dropout_offset) if HOW.dropout else 0
+    dropout = Dropout(seed, counter, batch_head, dropout_threshold)
 
     # What is known per query: delta_i, and the subtrahend of its scores.
-    grad_tile = _load_rows(
-        grad_output + grad_offset,
-        offsets_m,
+    rows = offsets_m.to(tl.int64) if HOW.wide_offsets else offsets_m
+    grad_tile = load_rows(
+        Rows(grad_output, grad_stride_m, grad_stride_d),
+        start_m,
+        rows,
         row_is_valid,
-        grad_stride_m,
-        grad_stride_d,
-        VALUE_DIM,
-        BLOCK_DV,
+        HOW.value_dim,
+        HOW.block_dv,
         True,
-        ALIGNMENT,
+        HOW.alignment,
     )  # [BLOCK_M, BLOCK_DV]
-    output_tile = _load_rows(
-        output + output_offset,
-        offsets_m,
+    output_tile = load_rows(
+        Rows(output, output_stride_m, output_stride_d),
+        start_m,
+        rows,
         row_is_valid,
-        output_stride_m,
-        output_stride_d,
-        VALUE_DIM,
-        BLOCK_DV,
+        HOW.value_dim,
+        HOW.block_dv,
         True,
-        ALIGNMENT,
+        HOW.alignment,
     )  # [BLOCK_M, BLOCK_DV]
     row_delta = tl.sum(grad_tile.to(tl.float32) * output_tile.to(tl.float32), 1)
     if grad_logsumexp is not None:
         row_delta -= tl.load(grad_logsumexp + rows64, mask=row_is_valid, other=0.0)
     row_logsumexp = tl.load(logsumexp + rows64, mask=row_is_valid, other=0.0)
-    query_tile = _load_rows(
-        query + query_offset,
-        offsets_m,
+    query_tile = load_rows(
+        Rows(query, query_stride_m, query_stride_d),
+        start_m,
+        rows,
         row_is_valid,
-        query_stride_m,
-        query_stride_d,
-        HEAD_DIM,
-        BLOCK_D,
+        HOW.head_dim,
+        HOW.block_d,
         True,
-        ALIGNMENT,
+        HOW.alignment,
     )  # [BLOCK_M, BLOCK_D]
 
-    # [first, end): keys some query of this program may see. [full_start, full_end): tiles where all see all keys.
-    first, end, gapless = _visible_range(key_padding, padding_stride_n, seqlen_k, KEY_PADDING, SCAN_PADDING)
-    full_end = end // BLOCK_N * BLOCK_N
-    if IS_CAUSAL:
-        end = tl.minimum(end, tl.minimum(start_m + BLOCK_M, seqlen_q))
-        full_end = tl.minimum(full_end, (start_m + 1) // BLOCK_N * BLOCK_N)
-    tiles_start = first // BLOCK_N * BLOCK_N
-    full_start = tl.minimum(tl.cdiv(first, BLOCK_N), tl.cdiv(end, BLOCK_N)) * BLOCK_N
-    full_end = tl.maximum(full_end, full_start)
-    if KEY_PADDING == BOOL:
-        full_start = tl.where(gapless, full_start, tiles_start)
-        full_end = tl.where(gapless, full_end, tiles_start)
-    tiles_before = tl.maximum(full_start - tiles_start, 0) // BLOCK_N
-    tiles_after = tl.cdiv(tl.maximum(end - full_end, 0), BLOCK_N)
+    first, end, gapless = visible_range(padding, seqlen_k, HOW.key_padding, SCAN_PADDING)
+    last_m = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1
+    tiles = key_tiles(first, end, gapless, start_m + offset, last_m + offset, window, BLOCK_N, HOW)
 
-    # With a float mask P = exp2((s - shift) log2(e) - log2_sum), in natural units as in the forward pass; without one
-    # P = exp2(s log2(e) - shift). Either way P = 0 in a hidden row.
-    if ATTN_MASK == FLOAT:
+    # With natural scores P = exp2((s - shift) log2(e) - log2_sum); otherwise P = exp2(s scale log2(e) - shift). Either
+    # way P = 0 in a hidden row.
+    if HOW.natural:
         is_hidden = row_logsumexp == float("-inf")
         row_shift = tl.where(is_hidden, 0.0, row_logsumexp)
         row_log2_sum = tl.zeros([BLOCK_M], tl.float32)
         is_large = tl.abs(row_shift) > _LARGE_LOGSUMEXP
         if tl.max(is_large.to(tl.int32), 0) > 0:
             row_sum = tl.zeros([BLOCK_M], tl.float32)
-            for start_n in tl.range(tiles_start, end, BLOCK_N, num_stages=1):
+            # From the first tile of all: a prefix may come before the window.
+            first_tile = tiles.first // BLOCK_N * BLOCK_N
+            for start_n in tl.range(first_tile, tiles.end, BLOCK_N, num_stages=1):
                 row_sum = _keys_step(
                     row_sum,
                     query_tile,
@@ -485,38 +447,30 @@ def kernl_attention_backward_query(
                     row_delta,
                     row_shift,
                     row_log2_sum,
-                    key,
-                    value,
+                    keys,
+                    values,
+                    tl.multiple_of(start_n, BLOCK_N),
+                    tiles.first,
+                    tiles.end,
+                    query_rows,
+                    query_rows + offset,
+                    padding,
+                    window,
+                    seqlen_q - 1,
                     attn_mask,
-                    key_padding,
-                    key_stride_n,
-                    key_stride_d,
-                    value_stride_n,
-                    value_stride_d,
+                    bias,
                     mask_stride_m,
                     mask_stride_n,
-                    padding_stride_n,
-                    tl.multiple_of(start_n, BLOCK_N),
-                    first,
-                    end,
-                    query_rows,
-                    seqlen_q,
-                    score_scale,
+                    bias_stride_m,
+                    bias_stride_n,
+                    scoring,
+                    dropout,
+                    keep_scale,
+                    BLOCK_M,
                     BLOCK_N,
-                    HEAD_DIM,
-                    VALUE_DIM,
-                    BLOCK_D,
-                    BLOCK_DV,
-                    ATTN_MASK,
-                    MASK_PER_QUERY,
-                    MASK_ALIGNMENT,
-                    KEY_PADDING,
-                    IS_CAUSAL,
                     True,
                     True,
-                    ALIGNMENT,
-                    WIDE_OFFSETS,
-                    INPUT_PRECISION,
+                    HOW,
                 )
             is_hidden = is_hidden | (is_large & (row_sum == 0.0))
             row_log2_sum = tl.log2(tl.where(is_large & (row_sum > 0.0), row_sum, 1.0))
@@ -530,21 +484,16 @@ def kernl_attention_backward_query(
     row_delta = tl.where(is_hidden, 0.0, row_delta)
     tl.store(delta + rows64, row_delta, mask=row_is_valid)
     tl.store(shift + rows64, row_shift, mask=row_is_valid)
-    if HIDDEN_ROWS_MEAN:
+    if HOW.hidden_rows_mean:
         # [batch, heads, blocks_m, VALUE_DIM], contiguous
         hidden_grad = tl.sum(tl.where((is_hidden & row_is_valid)[:, None], grad_tile.to(tl.float32), 0.0), 0)
-        columns = tl.arange(0, BLOCK_DV)
-        block64 = batch_head.to(tl.int64) * blocks_m + block_m
-        tl.store(hidden_grads + block64 * VALUE_DIM + columns, hidden_grad, mask=columns < VALUE_DIM)
+        columns = tl.arange(0, HOW.block_dv)
+        place = hidden_grads + (batch_head.to(tl.int64) * blocks_m + block_m) * HOW.value_dim
+        tl.store(place + columns, hidden_grad, mask=columns < HOW.value_dim)
 
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for TEST_KEYS in tl.static_range(2):
-        tiles = tiles_before + tiles_after if TEST_KEYS else (full_end - full_start) // BLOCK_N
-        for tile in tl.range(0, tiles, num_stages=1 if TEST_KEYS else None):
-            start_n = full_start + tile * BLOCK_N
-            if TEST_KEYS:
-                after = full_end + (tile - tiles_before) * BLOCK_N
-                start_n = tl.where(tile < tiles_before, tiles_start + tile * BLOCK_N, after)
+        for tile in tl.range(0, number_of_tiles(tiles, BLOCK_N, TEST_KEYS), num_stages=1 if TEST_KEYS else None):
             result = _keys_step(
                 result,
                 query_tile,
@@ -552,47 +501,39 @@ def kernl_attention_backward_query(
                 row_delta,
                 row_shift,
                 row_log2_sum,
-                key,
-                value,
+                keys,
+                values,
+                start_of_tile(tiles, tile, BLOCK_N, TEST_KEYS, HOW),
+                tiles.first,
+                tiles.end,
+                query_rows,
+                query_rows + offset,
+                padding,
+                window,
+                seqlen_q - 1,
                 attn_mask,
-                key_padding,
-                key_stride_n,
-                key_stride_d,
-                value_stride_n,
-                value_stride_d,
+                bias,
                 mask_stride_m,
                 mask_stride_n,
-                padding_stride_n,
-                tl.multiple_of(start_n, BLOCK_N),
-                first,
-                end,
-                query_rows,
-                seqlen_q,
-                score_scale,
+                bias_stride_m,
+                bias_stride_n,
+                scoring,
+                dropout,
+                keep_scale,
+                BLOCK_M,
                 BLOCK_N,
-                HEAD_DIM,
-                VALUE_DIM,
-                BLOCK_D,
-                BLOCK_DV,
-                ATTN_MASK,
-                MASK_PER_QUERY,
-                MASK_ALIGNMENT,
-                KEY_PADDING,
-                IS_CAUSAL,
                 TEST_KEYS,
                 False,
-                ALIGNMENT,
-                WIDE_OFFSETS,
-                INPUT_PRECISION,
+                HOW,
             )
 
     # Contiguous as [batch, seqlen_q, heads, HEAD_DIM].
-    columns = tl.arange(0, BLOCK_D)
-    places = (batch64 * seqlen_q + query_rows)[:, None] * heads + head
+    columns_d = tl.arange(0, BLOCK_D)
+    places = (row_start + query_rows)[:, None] * heads + head
     tl.store(
-        grad_query + places * HEAD_DIM + columns[None, :],
+        grad_query + places * HOW.head_dim + columns_d[None, :],
         to_storage(result * scale, grad_query.dtype.element_ty),
-        mask=row_is_valid[:, None] & (columns < HEAD_DIM)[None, :],
+        mask=row_is_valid[:, None] & (columns_d < HOW.head_dim)[None, :],
     )
 
 
@@ -602,128 +543,103 @@ def _queries_step(
     total_value,  # [BLOCK_N, BLOCK_DV] float32: dV
     key_tile,  # [BLOCK_N, BLOCK_D]
     value_tile,  # [BLOCK_N, BLOCK_DV]
-    query,  # at (batch, head, start_m, 0), as the next
+    query,  # Rows of the head, as the next
     grad_output,
-    attn_mask,  # at (batch, head, 0, 0)
     delta,
     shift,
     log2_sum,
-    query_stride_m,
-    query_stride_d,
-    grad_stride_m,
-    grad_stride_d,
-    mask_stride_m,
-    mask_stride_n,
-    rows_start,  # number of the head's first row in delta, shift and log2_sum
+    statistics_start,  # number of the head's first row in delta, shift and log2_sum
     start_m,
     start_n,
     exists,  # [BLOCK_N]
     seqlen_q,
-    score_scale,
+    offset,
+    window,  # Window
+    mask_pointer,  # at (batch, head, 0, 0), as the next
+    bias_pointer,
+    mask_stride_m,
+    mask_stride_n,
+    bias_stride_m,
+    bias_stride_n,
+    scoring,  # Scores
+    dropout,  # Dropout
+    keep_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ATTN_MASK: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    MASK_ALIGNMENT: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
     TEST_ROWS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    WIDE_OFFSETS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Add what the queries [start_m, start_m + BLOCK_M) of one head give to dK and dV. The tiles are transposed.
 
-    TEST_ROWS is false for a tile all of whose queries exist and are not before any key of the program when causal.
+    TEST_ROWS is false for a tile all of whose queries exist and see all keys of the program by their positions.
     """
     offsets_m = tl.arange(0, BLOCK_M)
     offsets_n = tl.arange(0, BLOCK_N)
+    keys = start_n + offsets_n
     query_rows = start_m + offsets_m  # [BLOCK_M]
     row_is_valid = query_rows < seqlen_q
-    rows64 = rows_start + query_rows
-    if WIDE_OFFSETS:
+    rows64 = statistics_start + query_rows
+    if HOW.wide_offsets:
         offsets_m = offsets_m.to(tl.int64)
         offsets_n = offsets_n.to(tl.int64)
-    query_tile = _load_rows(
-        query,
-        offsets_m,
-        row_is_valid,
-        query_stride_m,
-        query_stride_d,
-        HEAD_DIM,
-        BLOCK_D,
-        TEST_ROWS,
-        ALIGNMENT,
+    query_tile = load_rows(
+        query, start_m, offsets_m, row_is_valid, HOW.head_dim, HOW.block_d, TEST_ROWS, HOW.alignment
     )  # [BLOCK_M, BLOCK_D]
-    row_delta, row_shift, row_log2_sum = _load_row_statistics(delta, shift, log2_sum, rows64, row_is_valid, ATTN_MASK)
-    products = tl.dot(key_tile, tl.trans(query_tile), input_precision=INPUT_PRECISION)  # [BLOCK_N, BLOCK_M]
-    probabilities = _probabilities(
+    row_delta, row_shift, row_log2_sum = _load_row_statistics(delta, shift, log2_sum, rows64, row_is_valid, HOW)
+    mask_rows = tl.minimum(query_rows, seqlen_q - 1)[None, :]
+    products = tl.dot(key_tile, tl.trans(query_tile), input_precision=HOW.input_precision)  # [BLOCK_N, BLOCK_M]
+    scores, slope_of_cap = masked_scores(
         products,
-        query_rows[None, :],
+        (query_rows + offset)[None, :],
+        start_n,
+        keys[:, None],
         offsets_n[:, None],
         exists[:, None],
         exists[:, None],
-        row_shift[None, :],
-        row_log2_sum[None, :],
-        attn_mask,
-        mask_stride_m,
-        mask_stride_n,
-        start_n,
-        seqlen_q,
-        score_scale,
-        ATTN_MASK,
-        MASK_PER_QUERY,
-        MASK_ALIGNMENT,
-        IS_CAUSAL and TEST_ROWS,
-        ATTN_MASK != ABSENT,  # keys need a test where a mask is read for them; else their rows are dropped in the end
-    )
-    grad_tile = _load_rows(
-        grad_output,
-        offsets_m,
-        row_is_valid,
-        grad_stride_m,
-        grad_stride_d,
-        VALUE_DIM,
-        BLOCK_DV,
+        window,
+        Mask(mask_pointer, rows_of_mask(mask_rows, mask_stride_m, HOW.mask_alignment), mask_stride_n),
+        Mask(bias_pointer, rows_of_mask(mask_rows, bias_stride_m, HOW.bias_alignment), bias_stride_n),
+        scoring,
         TEST_ROWS,
-        ALIGNMENT,
+        # Keys need a test where a mask is read for them; else their rows are dropped in the end.
+        HOW.mask != ABSENT or HOW.bias != ABSENT,
+        HOW,
+    )
+    probabilities = _exponentials(scores, row_shift[None, :], row_log2_sum[None, :], scoring, HOW)
+    grad_tile = load_rows(
+        grad_output, start_m, offsets_m, row_is_valid, HOW.value_dim, HOW.block_dv, TEST_ROWS, HOW.alignment
     )  # [BLOCK_M, BLOCK_DV]
-    total_value = tl.dot(probabilities.to(grad_tile.dtype), grad_tile, total_value, input_precision=INPUT_PRECISION)
-    grad_probabilities = tl.dot(value_tile, tl.trans(grad_tile), input_precision=INPUT_PRECISION)
+    weights = probabilities
+    if HOW.dropout:
+        kept = tl.trans(is_kept(dropout, query_rows, start_n, BLOCK_M, BLOCK_N))
+        weights = tl.where(kept, probabilities * keep_scale, 0.0)
+    total_value = tl.dot(weights.to(grad_tile.dtype), grad_tile, total_value, input_precision=HOW.input_precision)
+    grad_probabilities = tl.dot(value_tile, tl.trans(grad_tile), input_precision=HOW.input_precision)
+    if HOW.dropout:
+        grad_probabilities = tl.where(kept, grad_probabilities * keep_scale, 0.0)
     grad_scores = probabilities * (grad_probabilities - row_delta[None, :])  # [BLOCK_N, BLOCK_M]
-    total_key = tl.dot(grad_scores.to(query_tile.dtype), query_tile, total_key, input_precision=INPUT_PRECISION)
+    if HOW.softcap:
+        grad_scores = grad_scores * slope_of_cap
+    total_key = tl.dot(grad_scores.to(query_tile.dtype), query_tile, total_key, input_precision=HOW.input_precision)
     return total_key, total_value
 
 
-@triton.jit(
-    do_not_specialize=[
-        "heads",
-        "blocks_m_of_query",
-        "seqlen_q",
-        "seqlen_k",
-        "query_stride_b",
-        "query_stride_h",
-        "key_stride_b",
-        "key_stride_h",
-        "value_stride_b",
-        "value_stride_h",
-        "grad_stride_b",
-        "grad_stride_h",
-        "mask_stride_b",
-        "mask_stride_h",
-        "mask_stride_m",
-        "padding_stride_b",
-    ]
-)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def kernl_attention_backward_key(
     query,
     key,
     value,
     attn_mask,
+    bias,
     key_padding,
+    alibi_slopes,
+    distance_bias,
+    prefix,
+    q_offset,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    dropout_seed,
+    dropout_offset,
     grad_output,
     delta,
     shift,
@@ -751,36 +667,39 @@ def kernl_attention_backward_key(
     mask_stride_h,
     mask_stride_m,
     mask_stride_n,
+    bias_stride_b,
+    bias_stride_h,
+    bias_stride_m,
+    bias_stride_n,
     padding_stride_b,
     padding_stride_n,
+    alibi_stride_b,
+    offset_stride_b,
     heads,
     group,
     blocks_m_of_query,
     seqlen_q,
     seqlen_k,
+    max_seqlen_k,
+    right,
+    left,
+    reach,
+    dropout_threshold,
     scale,
     score_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    softcap,
+    keep_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ATTN_MASK: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    MASK_ALIGNMENT: tl.constexpr,
-    KEY_PADDING: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HIDDEN_ROWS_MEAN: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    WIDE_OFFSETS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    HOW: tl.constexpr,
 ):
-    wait_for_previous_kernel(USE_PDL)
-    let_next_kernel_start(USE_PDL)
+    wait_for_previous_kernel(HOW.use_pdl)
+    let_next_kernel_start(HOW.use_pdl)
 
-    blocks_n = tl.cdiv(seqlen_k, BLOCK_N)
+    BLOCK_D: tl.constexpr = HOW.block_d
+    BLOCK_DV: tl.constexpr = HOW.block_dv
+    rows_in_all = seqlen_q
+    blocks_n = tl.cdiv(max_seqlen_k if HOW.varlen else seqlen_k, BLOCK_N)
     key_heads = heads // group
     program = tl.program_id(0)
     block_n = program % blocks_n
@@ -789,44 +708,89 @@ def kernl_attention_backward_key(
     start_n = block_n * BLOCK_N
     batch64 = batch.to(tl.int64)
     key_head64 = key_head.to(tl.int64)
-    start_n64 = start_n.to(tl.int64)
 
-    key_offset = batch64 * key_stride_b + key_head64 * key_stride_h + start_n64 * key_stride_n
-    value_offset = batch64 * value_stride_b + key_head64 * value_stride_h + start_n64 * value_stride_n
-    if ALIGNMENT > 1:
-        key_offset = tl.multiple_of(key_offset, ALIGNMENT)
-        value_offset = tl.multiple_of(value_offset, ALIGNMENT)
-    if KEY_PADDING != ABSENT:
+    key += offset_of_head(batch64, key_stride_b, key_head64, key_stride_h, HOW.alignment)
+    value += offset_of_head(batch64, value_stride_b, key_head64, value_stride_h, HOW.alignment)
+    row_start = batch64 * seqlen_k
+    if HOW.varlen:
+        start_q, seqlen_q = _sequence(cu_seqlens_q, batch)
+        start_k, seqlen_k = _sequence(cu_seqlens_k, batch)
+        if start_n >= seqlen_k:
+            return
+        query += offset_of_row(start_q, query_stride_m, HOW.alignment)
+        key += offset_of_row(start_k, key_stride_n, HOW.alignment)
+        value += offset_of_row(start_k, value_stride_n, HOW.alignment)
+        grad_output += offset_of_row(start_q, grad_stride_m, HOW.alignment)
+        row_start = start_k.to(tl.int64)
+    if HOW.key_padding != ABSENT:
         key_padding += batch64 * padding_stride_b
 
     offsets_n = tl.arange(0, BLOCK_N)
     keys = start_n + offsets_n  # [BLOCK_N]
     exists = keys < seqlen_k
-    unpadded = _unpadded_keys(key_padding, padding_stride_n, keys, seqlen_k, KEY_PADDING)
-    if WIDE_OFFSETS:
-        offsets_n = offsets_n.to(tl.int64)
-    key_tile = _load_rows(
-        key + key_offset, offsets_n, unpadded, key_stride_n, key_stride_d, HEAD_DIM, BLOCK_D, True, ALIGNMENT
+    unpadded = exists
+    if HOW.key_padding == LENGTHS:
+        unpadded = unpadded & (keys < tl.load(key_padding))
+    elif HOW.key_padding == BOOL:
+        unpadded = unpadded_keys(Padding(key_padding, padding_stride_n), keys, exists)
+    rows_n = offsets_n.to(tl.int64) if HOW.wide_offsets else offsets_n
+    key_tile = load_rows(
+        Rows(key, key_stride_n, key_stride_d),
+        start_n,
+        rows_n,
+        unpadded,
+        HOW.head_dim,
+        HOW.block_d,
+        True,
+        HOW.alignment,
     )  # [BLOCK_N, BLOCK_D]
-    value_tile = _load_rows(
-        value + value_offset, offsets_n, unpadded, value_stride_n, value_stride_d, VALUE_DIM, BLOCK_DV, True, ALIGNMENT
+    value_tile = load_rows(
+        Rows(value, value_stride_n, value_stride_d),
+        start_n,
+        rows_n,
+        unpadded,
+        HOW.value_dim,
+        HOW.block_dv,
+        True,
+        HOW.alignment,
     )  # [BLOCK_N, BLOCK_DV]
 
-    # [tiles_start, seqlen_q): queries that may see some key of this program. [full_start, full_end): tiles of queries
-    # that all exist and see all of its keys.
+    # [tiles_start, end): queries that may see some key of this program. [full_start, full_end): tiles of queries that
+    # all exist and see all of its keys by their positions.
+    offset = _offset_of_queries(q_offset, batch, offset_stride_b, HOW)
+    if HOW.top_left:
+        right = 0
+    end = seqlen_q
     tiles_start = 0
     full_start = 0
     full_end = seqlen_q // BLOCK_M * BLOCK_M
-    if IS_CAUSAL:
-        rows_end = tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M
-        tiles_start = tl.minimum(start_n // BLOCK_M * BLOCK_M, rows_end)
-        full_start = tl.minimum(tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M, rows_end)
-        full_end = tl.maximum(full_end, full_start)
+    if HOW.has_left:
+        last_sees = start_n - offset + left
+        end = tl.minimum(end, tl.maximum(last_sees + BLOCK_N, 0))
+        full_end = tl.minimum(full_end, tl.maximum(last_sees + 1, 0) // BLOCK_M * BLOCK_M)
+    rows_end = tl.cdiv(end, BLOCK_M) * BLOCK_M
+    if HOW.has_right:
+        first_sees = start_n - offset - right
+        tiles_start = tl.minimum(tl.maximum(first_sees, 0) // BLOCK_M * BLOCK_M, rows_end)
+        full_start = tl.minimum(tl.cdiv(tl.maximum(first_sees + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M, rows_end)
+    prefix_end = 0
+    if HOW.has_prefix:
+        prefix_end = tl.load(prefix + batch).to(tl.int32)
+        touches = start_n < prefix_end
+        covers = start_n + BLOCK_N <= prefix_end
+        end = tl.where(touches, seqlen_q, end)
+        tiles_start = tl.where(touches, 0, tiles_start)
+        full_start = tl.where(covers, 0, full_start)
+        full_end = tl.where(covers, seqlen_q // BLOCK_M * BLOCK_M, full_end)
+    full_end = tl.maximum(full_end, full_start)
     tiles_before = (full_start - tiles_start) // BLOCK_M
-    tiles_after = tl.cdiv(tl.maximum(seqlen_q - full_end, 0), BLOCK_M)
+    tiles_after = tl.cdiv(tl.maximum(end - full_end, 0), BLOCK_M)
+    window = Window(left, right, prefix_end)
     members = group
-    if KEY_PADDING != ABSENT:
+    if HOW.key_padding != ABSENT:
         members = tl.where(tl.max(unpadded.to(tl.int32), 0) > 0, group, 0)
+    seed = tl.load(dropout_seed) if HOW.dropout else 0
+    counter = tl.load(dropout_offset) if HOW.dropout else 0
 
     total_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     total_value = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -841,61 +805,57 @@ def kernl_attention_backward_key(
                 after = full_end + (tile - tiles_before) * BLOCK_M
                 start_m = tl.where(tile < tiles_before, tiles_start + tile * BLOCK_M, after)
             head64 = tl.cast(head, tl.int64)
-            start_m64 = tl.cast(start_m, tl.int64)
-            query_offset = batch64 * query_stride_b + head64 * query_stride_h + start_m64 * query_stride_m
-            grad_offset = batch64 * grad_stride_b + head64 * grad_stride_h + start_m64 * grad_stride_m
-            if ALIGNMENT > 1:
-                query_offset = tl.multiple_of(query_offset, ALIGNMENT)
-                grad_offset = tl.multiple_of(grad_offset, ALIGNMENT)
+            head_query = query + offset_of_head(batch64, query_stride_b, head64, query_stride_h, HOW.alignment)
+            head_grad = grad_output + offset_of_head(batch64, grad_stride_b, head64, grad_stride_h, HOW.alignment)
             head_mask = attn_mask
-            if ATTN_MASK != ABSENT:
-                mask_offset = batch64 * mask_stride_b + head64 * mask_stride_h
-                if MASK_ALIGNMENT > 1:
-                    mask_offset = tl.multiple_of(mask_offset, MASK_ALIGNMENT)
-                head_mask = attn_mask + mask_offset
+            if HOW.mask != ABSENT:
+                head_mask += offset_of_head(batch64, mask_stride_b, head64, mask_stride_h, HOW.mask_alignment)
+            head_bias = bias
+            if HOW.bias != ABSENT:
+                head_bias += offset_of_head(batch64, bias_stride_b, head64, bias_stride_h, HOW.bias_alignment)
+            slope = tl.load(alibi_slopes + batch64 * alibi_stride_b + head) if HOW.alibi else 0.0
+            head_distances = distance_bias
+            if HOW.distance_bias:
+                head_distances += head64 * (2 * reach + 1)
+            statistics_start = (batch64 * heads + head) * seqlen_q
+            if HOW.varlen:
+                statistics_start = head64 * rows_in_all + start_q
             total_key, total_value = _queries_step(
                 total_key,
                 total_value,
                 key_tile,
                 value_tile,
-                query + query_offset,
-                grad_output + grad_offset,
-                head_mask,
+                Rows(head_query, query_stride_m, query_stride_d),
+                Rows(head_grad, grad_stride_m, grad_stride_d),
                 delta,
                 shift,
                 log2_sum,
-                query_stride_m,
-                query_stride_d,
-                grad_stride_m,
-                grad_stride_d,
-                mask_stride_m,
-                mask_stride_n,
-                (batch64 * heads + head) * seqlen_q,
+                statistics_start,
                 tl.multiple_of(start_m, BLOCK_M),
                 start_n,
                 exists,
                 seqlen_q,
-                score_scale,
+                offset,
+                window,
+                head_mask,
+                head_bias,
+                mask_stride_m,
+                mask_stride_n,
+                bias_stride_m,
+                bias_stride_n,
+                Scores(score_scale, softcap, slope, head_distances, reach),
+                Dropout(seed, counter, batch * heads + head, dropout_threshold),
+                keep_scale,
                 BLOCK_M,
                 BLOCK_N,
-                HEAD_DIM,
-                VALUE_DIM,
-                BLOCK_D,
-                BLOCK_DV,
-                ATTN_MASK,
-                MASK_PER_QUERY,
-                MASK_ALIGNMENT,
-                IS_CAUSAL,
                 TEST_ROWS,
-                ALIGNMENT,
-                WIDE_OFFSETS,
-                INPUT_PRECISION,
+                HOW,
             )
 
     total_key = tl.where(unpadded[:, None], total_key * scale, 0.0)
     total_value = tl.where(unpadded[:, None], total_value, 0.0)
     columns_value = tl.arange(0, BLOCK_DV)
-    if HIDDEN_ROWS_MEAN:
+    if HOW.hidden_rows_mean:
         # One row of hidden_grads per program of the query kernel; those of one key head are neighbours.
         hidden_rows = group * blocks_m_of_query
         hidden_start = (batch64 * heads + key_head * group) * blocks_m_of_query
@@ -904,61 +864,49 @@ def kernl_attention_backward_key(
         for start in tl.range(0, hidden_rows, _HIDDEN_CHUNK, num_stages=1):
             rows = hidden_start + start + chunk  # [_HIDDEN_CHUNK]
             part = tl.load(
-                hidden_grads + rows[:, None] * VALUE_DIM + columns_value[None, :],
-                mask=(start + chunk < hidden_rows)[:, None] & (columns_value < VALUE_DIM)[None, :],
+                hidden_grads + rows[:, None] * HOW.value_dim + columns_value[None, :],
+                mask=(start + chunk < hidden_rows)[:, None] & (columns_value < HOW.value_dim)[None, :],
                 other=0.0,
             )
             hidden_grad += tl.sum(part, 0)
         total_value += (hidden_grad / seqlen_k)[None, :]
 
     # Contiguous as [batch, seqlen_k, key_heads, dim].
-    places = (batch64 * seqlen_k + keys)[:, None] * key_heads + key_head
+    places = (row_start + keys)[:, None] * key_heads + key_head
     columns = tl.arange(0, BLOCK_D)
     tl.store(
-        grad_key + places * HEAD_DIM + columns[None, :],
+        grad_key + places * HOW.head_dim + columns[None, :],
         to_storage(total_key, grad_key.dtype.element_ty),
-        mask=exists[:, None] & (columns < HEAD_DIM)[None, :],
+        mask=exists[:, None] & (columns < HOW.head_dim)[None, :],
     )
     tl.store(
-        grad_value + places * VALUE_DIM + columns_value[None, :],
+        grad_value + places * HOW.value_dim + columns_value[None, :],
         to_storage(total_value, grad_value.dtype.element_ty),
-        mask=exists[:, None] & (columns_value < VALUE_DIM)[None, :],
+        mask=exists[:, None] & (columns_value < HOW.value_dim)[None, :],
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "heads",
-        "mask_batch",
-        "mask_heads",
-        "seqlen_q",
-        "seqlen_k",
-        "query_stride_b",
-        "query_stride_h",
-        "key_stride_b",
-        "key_stride_h",
-        "value_stride_b",
-        "value_stride_h",
-        "grad_stride_b",
-        "grad_stride_h",
-        "mask_stride_b",
-        "mask_stride_h",
-        "mask_stride_m",
-        "padding_stride_b",
-    ]
-)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def kernl_attention_backward_mask(
     query,
     key,
     value,
     attn_mask,
+    bias,
     key_padding,
+    alibi_slopes,
+    distance_bias,
+    prefix,
+    q_offset,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    dropout_seed,
+    dropout_offset,
     grad_output,
     delta,
     shift,
     log2_sum,
-    grad_mask,
+    grad_bias,
     query_stride_b,
     query_stride_h,
     query_stride_m,
@@ -979,49 +927,58 @@ def kernl_attention_backward_mask(
     mask_stride_h,
     mask_stride_m,
     mask_stride_n,
+    bias_stride_b,
+    bias_stride_h,
+    bias_stride_m,
+    bias_stride_n,
     padding_stride_b,
     padding_stride_n,
+    alibi_stride_b,
+    offset_stride_b,
     batch,
     heads,
-    mask_batch,
-    mask_heads,
+    bias_batch,
+    bias_heads,
     group,
     seqlen_q,
     seqlen_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    right,
+    left,
+    reach,
+    dropout_threshold,
+    scale,
     score_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    MASK_ALIGNMENT: tl.constexpr,
-    KEY_PADDING: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    softcap,
+    keep_scale,
     SUM_QUERIES: tl.constexpr,
     SUM_KEYS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    WIDE_OFFSETS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HOW: tl.constexpr,
 ):
-    wait_for_previous_kernel(USE_PDL)
-    let_next_kernel_start(USE_PDL)
+    wait_for_previous_kernel(HOW.use_pdl)
+    let_next_kernel_start(HOW.use_pdl)
 
-    # The program's tile of the mask, and how many tiles of scores are added up in it along each dimension.
-    blocks_m = 1 if SUM_QUERIES else tl.cdiv(seqlen_q, BLOCK_M)
-    blocks_n = 1 if SUM_KEYS else tl.cdiv(seqlen_k, BLOCK_N)
-    summed_m = tl.cdiv(seqlen_q, BLOCK_M) if SUM_QUERIES else 1
-    summed_n = tl.cdiv(seqlen_k, BLOCK_N) if SUM_KEYS else 1
-    summed_heads = heads // mask_heads
-    summed = batch // mask_batch * summed_heads * summed_m * summed_n
+    # The program's tile of the bias, and how many tiles of scores are added up in it along each dimension.
+    blocks_m = 1 if SUM_QUERIES else tl.cdiv(max_seqlen_q, BLOCK_M)
+    blocks_n = 1 if SUM_KEYS else tl.cdiv(max_seqlen_k, BLOCK_N)
+    summed_m = tl.cdiv(max_seqlen_q, BLOCK_M) if SUM_QUERIES else 1
+    summed_n = tl.cdiv(max_seqlen_k, BLOCK_N) if SUM_KEYS else 1
+    summed_heads = heads // bias_heads
+    summed = batch // bias_batch * summed_heads * summed_m * summed_n
+    rows_in_all = seqlen_q
     program = tl.program_id(0)
     block_n = program % blocks_n
     block_m = program // blocks_n % blocks_m
-    mask_batch_head = program // blocks_n // blocks_m
-    first_batch = mask_batch_head // mask_heads
-    first_head = mask_batch_head % mask_heads
+    bias_batch_head = program // blocks_n // blocks_m
+    first_batch = bias_batch_head // bias_heads
+    first_head = bias_batch_head % bias_heads
+    if HOW.top_left:
+        right = 0
+    seed = tl.load(dropout_seed) if HOW.dropout else 0
+    counter = tl.load(dropout_offset) if HOW.dropout else 0
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(0, summed, num_stages=1):
@@ -1030,107 +987,129 @@ def kernl_attention_backward_mask(
         start_m = (block_m + rest % summed_m) * BLOCK_M
         rest = rest // summed_m
         head = first_head + rest % summed_heads
-        batch64 = tl.cast(first_batch + rest // summed_heads, tl.int64)
+        row = first_batch + rest // summed_heads
+        batch64 = tl.cast(row, tl.int64)
         head64 = tl.cast(head, tl.int64)
         key_head64 = tl.cast(head // group, tl.int64)
-        start_m64 = tl.cast(start_m, tl.int64)
-        start_n64 = tl.cast(start_n, tl.int64)
-        if (start_n < start_m + BLOCK_M) if IS_CAUSAL else True:
-            query_offset = batch64 * query_stride_b + head64 * query_stride_h + start_m64 * query_stride_m
-            key_offset = batch64 * key_stride_b + key_head64 * key_stride_h + start_n64 * key_stride_n
-            value_offset = batch64 * value_stride_b + key_head64 * value_stride_h + start_n64 * value_stride_n
-            grad_offset = batch64 * grad_stride_b + head64 * grad_stride_h + start_m64 * grad_stride_m
-            mask_offset = batch64 * mask_stride_b + head64 * mask_stride_h
-            if ALIGNMENT > 1:
-                query_offset = tl.multiple_of(query_offset, ALIGNMENT)
-                key_offset = tl.multiple_of(key_offset, ALIGNMENT)
-                value_offset = tl.multiple_of(value_offset, ALIGNMENT)
-                grad_offset = tl.multiple_of(grad_offset, ALIGNMENT)
-            if MASK_ALIGNMENT > 1:
-                mask_offset = tl.multiple_of(mask_offset, MASK_ALIGNMENT)
-            batch_padding = key_padding
-            if KEY_PADDING != ABSENT:
-                batch_padding = key_padding + batch64 * padding_stride_b
+        length_q = seqlen_q
+        length_k = seqlen_k
+        start_q = 0
+        start_k = 0
+        if HOW.varlen:
+            start_q, length_q = _sequence(cu_seqlens_q, row)
+            start_k, length_k = _sequence(cu_seqlens_k, row)
+        offset = _offset_of_queries(q_offset, row, offset_stride_b, HOW)
+        may_see = (start_m < length_q) & (start_n < length_k)
+        if HOW.has_right and not HOW.has_prefix:
+            may_see = may_see & (start_n < start_m + BLOCK_M + offset + right)
+        if may_see:
+            head_query = query + offset_of_head(batch64, query_stride_b, head64, query_stride_h, HOW.alignment)
+            head_key = key + offset_of_head(batch64, key_stride_b, key_head64, key_stride_h, HOW.alignment)
+            head_value = value + offset_of_head(batch64, value_stride_b, key_head64, value_stride_h, HOW.alignment)
+            head_grad = grad_output + offset_of_head(batch64, grad_stride_b, head64, grad_stride_h, HOW.alignment)
+            head_mask = attn_mask
+            if HOW.mask != ABSENT:
+                head_mask += offset_of_head(batch64, mask_stride_b, head64, mask_stride_h, HOW.mask_alignment)
+            head_bias = bias + offset_of_head(batch64, bias_stride_b, head64, bias_stride_h, HOW.bias_alignment)
+            slope = tl.load(alibi_slopes + batch64 * alibi_stride_b + head) if HOW.alibi else 0.0
+            head_distances = distance_bias
+            if HOW.distance_bias:
+                head_distances += head64 * (2 * reach + 1)
+            statistics_start = (batch64 * heads + head) * seqlen_q
+            if HOW.varlen:
+                statistics_start = head64 * rows_in_all + start_q
 
             offsets_m = tl.arange(0, BLOCK_M)
             offsets_n = tl.arange(0, BLOCK_N)
             query_rows = start_m + offsets_m  # [BLOCK_M]
             keys = start_n + offsets_n  # [BLOCK_N]
-            row_is_valid = query_rows < seqlen_q
-            exists = keys < seqlen_k
-            unpadded = _unpadded_keys(batch_padding, padding_stride_n, keys, seqlen_k, KEY_PADDING)
-            if WIDE_OFFSETS:
+            row_is_valid = query_rows < length_q
+            exists = keys < length_k
+            unpadded = exists
+            if HOW.key_padding == LENGTHS:
+                unpadded = unpadded & (keys < tl.load(key_padding + batch64 * padding_stride_b))
+            elif HOW.key_padding == BOOL:
+                padding = Padding(key_padding + batch64 * padding_stride_b, padding_stride_n)
+                unpadded = unpadded_keys(padding, keys, exists)
+            if HOW.wide_offsets:
                 offsets_m = offsets_m.to(tl.int64)
                 offsets_n = offsets_n.to(tl.int64)
-            query_tile = _load_rows(
-                query + query_offset,
+            query_tile = load_rows(
+                Rows(head_query, query_stride_m, query_stride_d),
+                start_q + start_m,
                 offsets_m,
                 row_is_valid,
-                query_stride_m,
-                query_stride_d,
-                HEAD_DIM,
-                BLOCK_D,
+                HOW.head_dim,
+                HOW.block_d,
                 True,
-                ALIGNMENT,
+                HOW.alignment,
             )  # [BLOCK_M, BLOCK_D]
-            key_tile = _load_rows(
-                key + key_offset, offsets_n, unpadded, key_stride_n, key_stride_d, HEAD_DIM, BLOCK_D, True, ALIGNMENT
+            key_tile = load_rows(
+                Rows(head_key, key_stride_n, key_stride_d),
+                start_k + start_n,
+                offsets_n,
+                unpadded,
+                HOW.head_dim,
+                HOW.block_d,
+                True,
+                HOW.alignment,
             )  # [BLOCK_N, BLOCK_D]
-            products = tl.dot(query_tile, tl.trans(key_tile), input_precision=INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
-            rows64 = (batch64 * heads + head) * seqlen_q + query_rows
-            row_delta, row_shift, row_log2_sum = _load_row_statistics(
-                delta, shift, log2_sum, rows64, row_is_valid, FLOAT
-            )
-            probabilities = _probabilities(
+            products = tl.dot(query_tile, tl.trans(key_tile), input_precision=HOW.input_precision)
+            rows64 = statistics_start + query_rows
+            row_delta, row_shift, row_log2_sum = _load_row_statistics(delta, shift, log2_sum, rows64, row_is_valid, HOW)
+            mask_rows = tl.minimum(query_rows, length_q - 1)[:, None]
+            scores, _ = masked_scores(
                 products,
-                query_rows[:, None],
+                (query_rows + offset)[:, None],
+                start_n,
+                keys[None, :],
                 offsets_n[None, :],
                 exists[None, :],
                 unpadded[None, :],
-                row_shift[:, None],
-                row_log2_sum[:, None],
-                attn_mask + mask_offset,
-                mask_stride_m,
-                mask_stride_n,
-                start_n,
-                seqlen_q,
-                score_scale,
-                FLOAT,
-                MASK_PER_QUERY,
-                MASK_ALIGNMENT,
-                IS_CAUSAL,
+                Window(left, right, tl.load(prefix + row).to(tl.int32) if HOW.has_prefix else 0),
+                Mask(head_mask, rows_of_mask(mask_rows, mask_stride_m, HOW.mask_alignment), mask_stride_n),
+                Mask(head_bias, rows_of_mask(mask_rows, bias_stride_m, HOW.bias_alignment), bias_stride_n),
+                Scores(score_scale, softcap, slope, head_distances, reach),
                 True,
-            )
-            grad_tile = _load_rows(
-                grad_output + grad_offset,
+                True,
+                HOW,
+            )  # [BLOCK_M, BLOCK_N]
+            probabilities = tl.exp2((scores - row_shift[:, None]) * LOG2E - row_log2_sum[:, None])
+            grad_tile = load_rows(
+                Rows(head_grad, grad_stride_m, grad_stride_d),
+                start_q + start_m,
                 offsets_m,
                 row_is_valid,
-                grad_stride_m,
-                grad_stride_d,
-                VALUE_DIM,
-                BLOCK_DV,
+                HOW.value_dim,
+                HOW.block_dv,
                 True,
-                ALIGNMENT,
+                HOW.alignment,
             )  # [BLOCK_M, BLOCK_DV]
-            value_tile = _load_rows(
-                value + value_offset,
+            value_tile = load_rows(
+                Rows(head_value, value_stride_n, value_stride_d),
+                start_k + start_n,
                 offsets_n,
                 unpadded,
-                value_stride_n,
-                value_stride_d,
-                VALUE_DIM,
-                BLOCK_DV,
+                HOW.value_dim,
+                HOW.block_dv,
                 True,
-                ALIGNMENT,
+                HOW.alignment,
             )  # [BLOCK_N, BLOCK_DV]
-            grad_probabilities = tl.dot(grad_tile, tl.trans(value_tile), input_precision=INPUT_PRECISION)
-            total += probabilities * (grad_probabilities - row_delta[:, None])
+            grad_probabilities = tl.dot(grad_tile, tl.trans(value_tile), input_precision=HOW.input_precision)
+            if HOW.dropout:
+                dropout = Dropout(seed, counter, row * heads + head, dropout_threshold)
+                kept = is_kept(dropout, query_rows, start_n, BLOCK_M, BLOCK_N)
+                grad_probabilities = tl.where(kept, grad_probabilities * keep_scale, 0.0)
+            grad_scores = probabilities * (grad_probabilities - row_delta[:, None])
+            if HOW.bias_before_scale:
+                grad_scores = grad_scores * scale
+            total += grad_scores
 
-    # Contiguous as [mask_batch, mask_heads, seqlen_q or 1, seqlen_k or 1].
+    # Contiguous as [bias_batch, bias_heads, seqlen_q or 1, seqlen_k or 1].
     rows = (block_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     columns = (block_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    rows_end = seqlen_q
-    columns_end = seqlen_k
+    rows_end = max_seqlen_q
+    columns_end = max_seqlen_k
     if SUM_QUERIES:
         total = tl.sum(total, 0, keep_dims=True)
         rows = tl.zeros([1, 1], tl.int32)
@@ -1139,10 +1118,10 @@ def kernl_attention_backward_mask(
         total = tl.sum(total, 1, keep_dims=True)
         columns = tl.zeros([1, 1], tl.int32)
         columns_end = 1
-    places = (tl.cast(mask_batch_head, tl.int64) * rows_end + rows) * columns_end + columns
+    places = (tl.cast(bias_batch_head, tl.int64) * rows_end + rows) * columns_end + columns
     tl.store(
-        grad_mask + places,
-        to_storage(total, grad_mask.dtype.element_ty),
+        grad_bias + places,
+        to_storage(total, grad_bias.dtype.element_ty),
         mask=(rows < rows_end) & (columns < columns_end),
     )
 
@@ -1166,8 +1145,8 @@ class BackwardConfiguration:
 
 def _backward_tilings(*rows: tuple[str, str], mask: str | None = None) -> tuple[BackwardConfiguration, ...]:
     """Configurations from pairs of rows for the query and the key kernel, each "queries keys warps stages"."""
-    mask_tiling = None if mask is None else _tilings(mask)[0]
-    return tuple(BackwardConfiguration(_tilings(query)[0], _tilings(key)[0], mask_tiling) for query, key in rows)
+    mask_tiling = None if mask is None else tilings(mask)[0]
+    return tuple(BackwardConfiguration(tilings(query)[0], tilings(key)[0], mask_tiling) for query, key in rows)
 
 
 # By the padded head dimension (the larger of the two); each without spills on Triton 3.6 and 3.9 both, in the shared
@@ -1190,7 +1169,7 @@ _AMPERE = {
 # An attn_mask takes registers: where its rows are not aligned, a pointer and a value for each of its elements; and a
 # float one may need the sum of P. None fits beside wide heads.
 _HOPPER_MASK = {
-    64: _backward_tilings(("64 64 4 2", "32 64 4 2"), ("128 64 8 2", "32 128 8 2"), mask="64 64 4 1"),
+    64: _backward_tilings(("64 64 8 2", "32 64 4 2"), ("64 64 8 2", "32 128 8 2"), mask="64 64 8 1"),
     128: _backward_tilings(("64 32 8 2", "32 64 8 2"), mask="64 64 8 1"),
     256: (),
 }
@@ -1201,7 +1180,13 @@ _BLACKWELL_MASK = {
 }
 _AMPERE_MASK = {
     64: _backward_tilings(("64 32 8 2", "32 128 8 2"), ("64 32 8 2", "32 64 8 1"), mask="64 32 8 1"),
-    128: _backward_tilings(("32 32 8 1", "16 64 8 1"), ("32 32 8 1", "32 32 8 1"), mask="32 32 8 1"),
+    128: _backward_tilings(("32 32 8 1", "16 32 8 1"), ("32 32 8 1", "32 32 8 1"), mask="32 32 8 1"),
+    256: (),
+}
+# So does what depends on positions, and dropout.
+_POSITIONS = {
+    64: _backward_tilings(("64 32 8 2", "32 64 8 1"), mask="64 32 8 1"),
+    128: _backward_tilings(("32 32 8 1", "32 32 8 1"), mask="32 32 8 1"),
     256: (),
 }
 _TF32 = {
@@ -1220,17 +1205,27 @@ _INTERPRETED = _backward_tilings(("64 64 4 1", "64 64 4 1"), mask="64 64 4 1")
 
 
 def backward_configurations(
-    arch: int, dtype: torch.dtype, head_dim: int, value_dim: int, *, input_precision: str, has_mask: bool
+    arch: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    *,
+    input_precision: str,
+    has_mask: bool,
+    by_position: bool = False,
 ) -> tuple[BackwardConfiguration, ...]:
     """The tilings worth trying on sm_`arch`; none where nothing fits.
 
-    input_precision: "tf32" or "ieee", for float32. has_mask: whether there is an attn_mask.
+    input_precision: "tf32" or "ieee", for float32. has_mask: whether there is an attn_mask or a bias.
+    by_position: with anything besides masks, padding and causality from the top left.
     """
     if arch == 0:
         return _INTERPRETED
     width = max(block_of(head_dim), block_of(value_dim), 64)
     if dtype == torch.float32:
         return (_IEEE if input_precision == "ieee" else _TF32)[width]
+    if by_position:
+        return _POSITIONS[width]
     if arch // 10 == 9:
         return (_HOPPER_MASK if has_mask else _HOPPER)[width]
     if arch >= 100:
@@ -1242,159 +1237,93 @@ def attention_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    key_padding: torch.Tensor | None,
-    grad_output: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    grad_logsumexp: torch.Tensor | None,
-    row_statistics: torch.Tensor,
-    hidden_grads: torch.Tensor | None,
-    grad_query: torch.Tensor,
-    grad_key: torch.Tensor,
-    grad_value: torch.Tensor,
-    grad_mask: torch.Tensor | None,
+    scoring: Scoring,
+    results: tuple[torch.Tensor, torch.Tensor],
+    grads: tuple[torch.Tensor, torch.Tensor | None],
+    scratch: tuple[torch.Tensor, torch.Tensor | None],
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     *,
-    scale: float,
-    is_causal: bool,
     configuration: BackwardConfiguration,
     input_precision: str,
     use_pdl: bool,
 ) -> None:
     """Fill the gradients.
 
-    query, key, value, attn_mask, key_padding, scale as `attention_forward` takes them, scale of any sign; output and
-    logsumexp as it left them. grad_output as output, of any strides; logsumexp and grad_logsumexp float32 [batch,
-    heads, seqlen_q], contiguous.
-    row_statistics: float32 [3, batch, heads, seqlen_q], contiguous: what the kernels tell each other.
-    hidden_grads: float32 [batch, heads, ceil(seqlen_q / configuration.query.block_m), value_dim], contiguous, where
-        hidden rows are means; else None.
-    grad_query, grad_key, grad_value: contiguous as [batch, seqlen, heads, dim].
-    grad_mask: of a float attn_mask, [batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1], contiguous; else None.
+    query, key, value, scoring as `attention_forward` takes them, the scale of any sign.
+    results: output and logsumexp as it left them.
+    grads: of the output, of any strides; of the logsumexp, float32 [batch, heads, seqlen_q], contiguous, or None.
+    scratch: float32 [3, batch, heads, seqlen_q], contiguous: what the kernels tell each other; and, where hidden rows
+        are means, float32 [batch, heads, ceil(seqlen_q / configuration.query.block_m), value_dim], contiguous. With
+        packed lengths that is [sequences, heads, ceil(max_seqlen_q / ...), value_dim].
+    gradients: of query, key and value, contiguous as [batch, seqlen, heads, dim]; of a float bias, [batch or 1, heads
+        or 1, seqlen_q or 1, seqlen_k or 1], contiguous, or None.
     """
-    batch, heads, seqlen_q, head_dim = query.shape
-    key_heads, seqlen_k, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    mask_strides = [0] * 4 if attn_mask is None else _strides(attn_mask)
-    padding_strides = [0, 0] if key_padding is None else [*_strides(key_padding), 0][:2]
-    inputs = [stride for tensor in (query, key, value, grad_output) for stride in _strides(tensor)]
-    output_strides = _strides(output)
-    kind = _mask_kind(attn_mask)
-    score_scale = scale if kind == FLOAT.value else scale * LOG2E.value
-    delta, shift, log2_sum = row_statistics.unbind(0)
-    statistics = (delta, shift, log2_sum if kind == FLOAT.value else None)
-    common: dict[str, Any] = {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_D": block_of(head_dim),
-        "BLOCK_DV": block_of(value_dim),
-        "MASK_PER_QUERY": mask_strides[2] != 0,
-        "MASK_ALIGNMENT": 1 if attn_mask is None else alignment_of(attn_mask),
-        "KEY_PADDING": _padding_kind(key_padding),
-        "IS_CAUSAL": is_causal,
-        "ALIGNMENT": alignment_of(query, key, value, grad_output, output),
-        "WIDE_OFFSETS": max(*inputs, *output_strides, *mask_strides) >= 2**23,
-        "INPUT_PRECISION": input_precision,
-        "USE_PDL": use_pdl,
-        **({"launch_pdl": True} if use_pdl else {}),
-    }
+    output, logsumexp = results
+    grad_output, grad_logsumexp = grads
+    statistics, hidden_grads = scratch
+    grad_query, grad_key, grad_value, grad_bias = gradients
+    arguments = scoring_arguments(
+        query, key, value, scoring, grad_output, output, input_precision=input_precision, use_pdl=use_pdl
+    )
+    variant = arguments["HOW"]
+    assert isinstance(variant, Variant)
+    if scoring.scale <= 0 and not variant.natural:
+        # Scores of hidden keys are -inf before they are scaled.
+        variant = dataclasses.replace(variant, natural=True)
+        arguments["score_scale"] = scoring.scale
+    batch, heads = scoring.batch_of(query), query.shape[1]
+    key_heads = key.shape[1]
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    if scoring.packed is not None:
+        seqlen_q, seqlen_k = scoring.packed.max_seqlen_q, scoring.packed.max_seqlen_k
+    delta, shift, log2_sum = statistics.unbind(0)
     blocks_m = triton.cdiv(seqlen_q, configuration.query.block_m)
+    arguments |= {
+        **strides_by_name("grad", grad_output, "bhmd"),
+        **strides_by_name("output", output, "bhmd"),
+        "grad_output": grad_output,
+        "output": output,
+        "logsumexp": logsumexp,
+        "grad_logsumexp": grad_logsumexp,
+        "delta": delta,
+        "shift": shift,
+        "log2_sum": log2_sum if variant.natural else None,
+        "hidden_grads": hidden_grads,
+        "grad_query": grad_query,
+        "grad_key": grad_key,
+        "grad_value": grad_value,
+        "grad_bias": grad_bias,
+        "blocks_m_of_query": blocks_m,
+        "max_seqlen_k": seqlen_k,
+        "batch": batch,
+        "SCAN_PADDING": scoring.kind_of_padding == "bool" and seqlen_k > 2 * configuration.query.block_n,
+        "HOW": variant,
+    }
     count_launch("attention_backward")
-    kernl_attention_backward_query[(blocks_m * batch * heads,)](
-        query,
-        key,
-        value,
-        attn_mask,
-        key_padding,
-        grad_output,
-        output,
-        logsumexp,
-        grad_logsumexp,
-        *statistics,
-        hidden_grads,
-        grad_query,
-        *inputs,
-        *output_strides,
-        *mask_strides,
-        *padding_strides,
-        heads,
-        heads // key_heads,
-        seqlen_q,
-        seqlen_k,
-        scale,
-        score_scale,
-        ATTN_MASK=kind,
-        SCAN_PADDING=_padding_kind(key_padding) == BOOL.value and seqlen_k > 2 * configuration.query.block_n,
-        HIDDEN_ROWS_MEAN=hidden_grads is not None,
-        **common,
-        **_tile_options(configuration.query),
-    )
-    kernl_attention_backward_key[(triton.cdiv(seqlen_k, configuration.key.block_n) * batch * key_heads,)](
-        query,
-        key,
-        value,
-        attn_mask,
-        key_padding,
-        grad_output,
-        *statistics,
-        hidden_grads,
-        grad_key,
-        grad_value,
-        *inputs,
-        *mask_strides,
-        *padding_strides,
-        heads,
-        heads // key_heads,
-        blocks_m,
-        seqlen_q,
-        seqlen_k,
-        scale,
-        score_scale,
-        ATTN_MASK=kind,
-        HIDDEN_ROWS_MEAN=hidden_grads is not None,
-        **common,
-        **_tile_options(configuration.key),
-    )
-    if grad_mask is None:
+    _launch(kernl_attention_backward_query, blocks_m * batch * heads, arguments, configuration.query, use_pdl)
+    blocks_n = triton.cdiv(seqlen_k, configuration.key.block_n)
+    _launch(kernl_attention_backward_key, blocks_n * batch * key_heads, arguments, configuration.key, use_pdl)
+    if grad_bias is None:
         return
     assert configuration.mask is not None
-    mask_batch, mask_heads, mask_rows, mask_columns = grad_mask.shape
-    blocks_m = 1 if mask_rows == 1 else triton.cdiv(seqlen_q, configuration.mask.block_m)
-    blocks_n = 1 if mask_columns == 1 else triton.cdiv(seqlen_k, configuration.mask.block_n)
-    kernl_attention_backward_mask[(blocks_n * blocks_m * mask_batch * mask_heads,)](
-        query,
-        key,
-        value,
-        attn_mask,
-        key_padding,
-        grad_output,
-        *statistics,
-        grad_mask,
-        *inputs,
-        *mask_strides,
-        *padding_strides,
-        batch,
-        heads,
-        mask_batch,
-        mask_heads,
-        heads // key_heads,
-        seqlen_q,
-        seqlen_k,
-        score_scale,
-        SUM_QUERIES=mask_rows == 1,
-        SUM_KEYS=mask_columns == 1,
-        **common,
-        **_tile_options(configuration.mask),
-    )
+    bias_batch, bias_heads, bias_rows, bias_columns = grad_bias.shape
+    blocks_m = 1 if bias_rows == 1 else triton.cdiv(seqlen_q, configuration.mask.block_m)
+    blocks_n = 1 if bias_columns == 1 else triton.cdiv(seqlen_k, configuration.mask.block_n)
+    arguments |= {"bias_batch": bias_batch, "bias_heads": bias_heads}
+    arguments |= {"SUM_QUERIES": bias_rows == 1, "SUM_KEYS": bias_columns == 1}
+    programs = blocks_n * blocks_m * bias_batch * bias_heads
+    _launch(kernl_attention_backward_mask, programs, arguments, configuration.mask, use_pdl)
 
 
-def _tile_options(tiling: Configuration) -> dict[str, int]:
-    return {
-        "BLOCK_M": tiling.block_m,
-        "BLOCK_N": tiling.block_n,
-        "num_warps": tiling.num_warps,
-        "num_stages": tiling.num_stages,
+def _launch(kernel: Any, programs: int, arguments: dict[str, object], tiling: Configuration, use_pdl: bool) -> None:
+    arguments = {**arguments, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n}
+    kernel[(programs,)](
+        **of_kernel(kernel, arguments),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
         **tiling.options,
-    }
+        **({"launch_pdl": True} if use_pdl else {}),
+    )
 
 
 def aot_case(
@@ -1404,71 +1333,24 @@ def aot_case(
     tiling: Configuration,
     dtype: torch.dtype,
     head_dim: int,
-    *,
-    attn_mask: torch.dtype | None = None,
-    mask_alignment: int = 1,
-    key_padding: torch.dtype | None = None,
-    is_causal: bool = False,
-    hidden_rows: str = "zero",
-    group: int = 1,
-    input_precision: str = "ieee",
+    **features: Any,
 ) -> AotCase:
-    """The compilation that `attention_backward` triggers for operands contiguous as [batch, seqlen, heads, dim]."""
-    element = TRITON_TYPES[dtype]
-    unit = 16 // dtype.itemsize
-    kind = ABSENT.value if attn_mask is None else BOOL.value if attn_mask == torch.bool else FLOAT.value
-    padding = ABSENT.value if key_padding is None else BOOL.value if key_padding == torch.bool else LENGTHS.value
-    values: dict[str, object] = {
-        **dict.fromkeys(("query_stride_d", "key_stride_d", "value_stride_d", "grad_stride_d", "output_stride_d"), 1),
-        **dict.fromkeys(("mask_stride_n", "padding_stride_n"), 1),
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": head_dim,
-        "BLOCK_D": block_of(head_dim),
-        "BLOCK_DV": block_of(head_dim),
-        "BLOCK_M": tiling.block_m,
-        "BLOCK_N": tiling.block_n,
-        "ATTN_MASK": kind,
-        "MASK_PER_QUERY": attn_mask is not None,
-        "MASK_ALIGNMENT": mask_alignment,
-        "KEY_PADDING": padding,
-        "SCAN_PADDING": padding == BOOL.value,
-        "IS_CAUSAL": is_causal,
-        "HIDDEN_ROWS_MEAN": hidden_rows == "mean",
-        "SUM_QUERIES": False,
-        "SUM_KEYS": False,
-        "ALIGNMENT": unit if head_dim % unit == 0 else 1,
-        "WIDE_OFFSETS": False,
-        "INPUT_PRECISION": input_precision,
-        "USE_PDL": arch >= 90,
-    }
-    if group == 1:
-        values["group"] = 1
-    types = dict.fromkeys(("query", "key", "value", "grad_output", "output"), f"*{element}")
-    types |= dict.fromkeys(("grad_query", "grad_key", "grad_value"), f"*{element}")
+    """The compilation that `attention_backward` triggers; features as `case_of` takes them."""
+    element, bias = TRITON_TYPES[dtype], features.get("bias")
+    is_natural = bias is not None or features.get("positional", False)
+    types = dict.fromkeys(("grad_output", "output", "grad_query", "grad_key", "grad_value"), f"*{element}")
     types |= dict.fromkeys(("logsumexp", "grad_logsumexp", "delta", "shift"), "*fp32")
-    types |= {"scale": "fp32", "score_scale": "fp32"}
-    optional = {
-        "attn_mask": None if attn_mask is None else f"*{TRITON_TYPES[attn_mask]}",
-        "grad_mask": None if attn_mask is None else f"*{TRITON_TYPES[attn_mask]}",
-        "key_padding": None if key_padding is None else f"*{TRITON_TYPES[key_padding]}",
-        "log2_sum": "*fp32" if kind == FLOAT.value else None,
-        "hidden_grads": "*fp32" if hidden_rows == "mean" else None,
-    }
-    types |= {argument: pointer for argument, pointer in optional.items() if pointer is not None}
-    values |= {argument: None for argument, pointer in optional.items() if pointer is None}
-    names = kernel.arg_names
-    # Sixteen is a common divisor of heads * dim in most models; the kernels do not need it.
-    divisible = ("query_stride_m", "key_stride_n", "value_stride_n", "grad_stride_m", "output_stride_m")
-    return AotCase(
-        name=name,
-        kernel=kernel,
-        signature={argument: types.get(argument, "i32") for argument in names if argument not in values},
-        constexprs={argument: values[argument] for argument in names if argument in values},
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        divisible_by_16=tuple(argument for argument in divisible if argument in names),
-        options={**tiling.options, **({"launch_pdl": True} if arch >= 90 else {})},
-    )
+    values: dict[str, object] = {"SUM_QUERIES": False, "SUM_KEYS": False}
+    for argument, kind in (
+        ("log2_sum", "*fp32" if is_natural else None),
+        ("hidden_grads", "*fp32" if features.get("hidden_rows") == "mean" else None),
+        ("grad_bias", None if bias is None else f"*{TRITON_TYPES[bias]}"),
+    ):
+        if kind is None:
+            values[argument] = None
+        else:
+            types[argument] = kind
+    return case_of(name, arch, kernel, tiling, dtype, head_dim, types, values, **features)
 
 
 def aot_cases(arch: int) -> Iterator[AotCase]:
@@ -1478,7 +1360,7 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
     padded: dict[str, Any] = {"key_padding": torch.bool, "is_causal": True, "hidden_rows": "mean", "group": 4}
     for dtype, precision in ((torch.float16, "ieee"), (torch.float32, "tf32"), (torch.float32, "ieee")):
         kind = {torch.float16: "fp16", torch.float32: f"fp32-{precision}"}[dtype]
-        features: dict[str, dict[str, Any]] = {"bias": {"attn_mask": dtype, **padded}}
+        features: dict[str, dict[str, Any]] = {"bias": {"bias": dtype, **padded}}
         if dtype == torch.float16:  # float32 has the same tilings either way
             features["padded"] = padded
         for head_dim, (feature, arguments) in itertools.product((64, 128, 256), features.items()):
@@ -1496,3 +1378,14 @@ def aot_cases(arch: int) -> Iterator[AotCase]:
                 name = f"{part}-{kind}-D{head_dim}-{feature}-{tiling.name}"
                 options = {**arguments, "input_precision": precision}
                 yield aot_case(name, arch, kernel, tiling, dtype, head_dim, **options)
+    besides: dict[str, dict[str, Any]] = {
+        "positional": {"positional": True, "key_padding": torch.bool, "hidden_rows": "mean", "group": 4},
+        "packed": {"packed": True, "dropout": True, "is_causal": True, "prefix": True, "group": 4},
+    }
+    for width, (feature, arguments) in itertools.product((64, 128), besides.items()):
+        both = _POSITIONS[width][0]
+        for part, kernel, one in (
+            ("query", kernl_attention_backward_query, both.query),
+            ("key", kernl_attention_backward_key, both.key),
+        ):
+            yield aot_case(f"{part}-fp16-D{width}-{feature}", arch, kernel, one, torch.float16, width, **arguments)

@@ -12,6 +12,7 @@ autocast and work under `torch.compile` and `torch.export`. Importing this packa
 
 from kernl.ops.attention import attention
 from kernl.ops.embedding import embedding_sum
+from kernl.ops.fusion_attention import fusion_attention
 from kernl.ops.gated_linear import gated_linear
 from kernl.ops.linear import linear, merged_linear
 from kernl.ops.linear_attention import LinearAttentionState, causal_dot_product, linear_attention
@@ -27,6 +28,7 @@ __all__ = [
     "attention",
     "causal_dot_product",
     "embedding_sum",
+    "fusion_attention",
     "gated_linear",
     "layer_norm",
     "linear",

@@ -5,7 +5,8 @@
 
 Which implementation runs. On a GPU the formulas, because the kernels have not been measured on one yet, or, with
 KERNL_TUNING=measure, whichever is fastest for the class of problem. In Triton's interpreter the kernels. Everywhere
-else the formulas, and for what the kernels do not know: a softcap, and what depends on positions, but for causality.
+else the formulas, and for what the kernels do not make: the gradient of a bias by distance, second derivatives, and
+what dropout leaves of means in hidden rows.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from typing import Any, TypeAlias
 import torch
 import triton
 
-from kernl.kernels.attention import block_of
 from kernl.kernels.attention_backward import BackwardConfiguration, attention_backward, backward_configurations
+from kernl.kernels.attention_problem import Scoring, block_of
 from kernl.ops.attention_common import (
     SCORING_SCHEMA,
-    Scoring,
+    Sequence,
     bias_index,
     by_key_head,
     distances,
     empty_by_rows,
     float32_precision,
     kernel_takes,
+    scoring_of_op,
+    sequences_of,
     slice_rows,
     softmax_over_visible,
+    with_padding_recognised,
     without_padded,
 )
 from kernl.ops.common import define_op, empty, on_device_of, use_pdl
@@ -66,8 +70,8 @@ class Request:
 
     @property
     def masked_gradient(self) -> torch.Tensor | None:
-        """The float mask, if its gradient is wanted."""
-        return self.scoring.attn_mask if self.needs_mask_grad else None
+        """The float attn_mask or bias, if its gradient is wanted."""
+        return self.scoring.bias if self.needs_mask_grad else None
 
     @property
     def biased_gradient(self) -> torch.Tensor | None:
@@ -85,18 +89,52 @@ def reference_backward(request: Request) -> Gradients:
 
     A hidden row has P = 0; under "mean" it passes 1 / seqlen_k of its gradient to each value and nothing else.
     """
-    query, key, value, scoring = request.query, request.key, request.value, request.scoring
     results = _allocate_gradients(request)
-    grad_query, grad_key, grad_value, grad_mask, grad_bias = results
-    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    compute = torch.float64 if request.query.dtype == torch.float64 else torch.float32
+    totals: Gradients = tuple(torch.zeros(part.shape, dtype=compute, device=part.device) for part in results)  # type: ignore[assignment]
+    if request.scoring.packed is None:
+        _add_gradients(request, totals)
+    else:
+        for sequence in sequences_of(request.scoring):
+            _add_gradients(*_alone(request, totals, sequence))
+    for part, total in zip(results, totals):
+        part.copy_(total)
+    return results
+
+
+def _alone(request: Request, totals: Gradients, sequence: Sequence) -> tuple[Request, Gradients]:
+    """What a packed sequence contributes to: views of the request and of the sums."""
+    queries, keys = sequence.queries, sequence.keys
+    grad_query, grad_key, grad_value, grad_mask, grad_by_distance = totals
+    here = dataclasses.replace(
+        request,
+        query=request.query[:, :, queries],
+        key=request.key[:, :, keys],
+        value=request.value[:, :, keys],
+        scoring=sequence.scoring,
+        output=request.output[:, :, queries],
+        logsumexp=request.logsumexp[:, :, queries],
+        grad_output=request.grad_output[:, :, queries],
+        grad_logsumexp=None if request.grad_logsumexp is None else request.grad_logsumexp[:, :, queries],
+    )
+    return here, (
+        grad_query[:, :, queries],
+        grad_key[:, :, keys],
+        grad_value[:, :, keys],
+        sequence.of_mask(grad_mask) if request.needs_mask_grad else grad_mask,
+        grad_by_distance,
+    )
+
+
+def _add_gradients(request: Request, totals: Gradients) -> None:
+    """Add the gradients of one batch to sums in the type that is computed in."""
+    query, key, value, scoring = request.query, request.key, request.value, request.scoring
+    total_query, total_key, total_value, total_mask, total_bias = totals
+    compute = total_query.dtype
     batch, heads, seqlen_q, _ = query.shape
     key_heads, seqlen_k = key.shape[1:3]
     keys = without_padded(key.to(compute), scoring.key_padding)
     values = without_padded(value.to(compute), scoring.key_padding)
-    total_key = torch.zeros_like(keys, memory_format=torch.contiguous_format)
-    total_value = torch.zeros_like(values, memory_format=torch.contiguous_format)
-    total_mask = torch.zeros(grad_mask.shape, dtype=compute, device=query.device)
-    total_bias = torch.zeros(grad_bias.shape, dtype=compute, device=query.device)
     block = max(1, _BACKWARD_SCORES // max(1, batch * heads * seqlen_k))
     for start in range(0, seqlen_q, block):
         rows = range(start, min(start + block, seqlen_q))
@@ -106,30 +144,28 @@ def reference_backward(request: Request) -> Gradients:
         softmax = softmax_over_visible(queries, keys, scoring, rows)
         grad_rows = by_key_head(grads, key_heads)
         grad_weights = (grad_rows @ values.mT).view_as(softmax.probabilities)
+        if softmax.factors is not None:
+            grad_weights = grad_weights * softmax.factors
         inner = (grads * request.output[:, :, here].to(compute)).sum(-1)
         if request.grad_logsumexp is not None:
             inner = inner - request.grad_logsumexp[:, :, here].to(compute)
         grad_scores = softmax.probabilities * (grad_weights - inner[..., None])
-        total_value += by_key_head(softmax.probabilities, key_heads).mT @ grad_rows
-        if scoring.hidden_rows == "mean" and softmax.hidden.any():
-            shared = by_key_head(grads * softmax.hidden[..., None], key_heads).sum(2, keepdim=True)
-            total_value += shared / seqlen_k
+        total_value += by_key_head(softmax.weights, key_heads).mT @ grad_rows
+        if scoring.hidden_rows == "mean" and seqlen_k > 0 and softmax.hidden.any():
+            total_value += by_key_head(softmax.of_means(), key_heads).mT @ grad_rows
+        if request.biased_gradient is not None:
+            index = bias_index(scoring.positions, distances(scoring.positions, rows, seqlen_k, query.device))
+            by_head = grad_scores.sum(0) if index.dim() == 2 else grad_scores.transpose(0, 1)
+            total_bias.index_add_(1, index.flatten(), by_head.flatten(1))
+        grad_products = grad_scores if softmax.slope is None else grad_scores * softmax.slope
         if request.masked_gradient is not None:
             part = slice_rows(total_mask, rows)
             assert part is not None
-            part += grad_scores.sum_to_size(part.shape)
-        if request.biased_gradient is not None:
-            index = bias_index(scoring.positions, distances(scoring.positions, rows, seqlen_k, query.device))
-            total_bias.index_add_(1, index.flatten(), grad_scores.sum(0).flatten(1))
-        grad_products = grad_scores if softmax.slope is None else grad_scores * softmax.slope
+            grad_bias = grad_products * scoring.scale if scoring.bias_before_scale else grad_scores
+            part += grad_bias.sum_to_size(part.shape)
         grad_product_rows = by_key_head(grad_products, key_heads)
-        grad_query[:, :, here] = (grad_product_rows @ keys).view_as(queries) * scoring.scale
+        total_query[:, :, here] += (grad_product_rows @ keys).view_as(queries) * scoring.scale
         total_key += grad_product_rows.mT @ by_key_head(queries, key_heads) * scoring.scale
-    grad_key.copy_(total_key)
-    grad_value.copy_(total_value)
-    grad_mask.copy_(total_mask)
-    grad_bias.copy_(total_bias)
-    return results
 
 
 def _allocate_gradients(request: Request) -> Gradients:
@@ -160,7 +196,7 @@ def _request(
     *scoring: Any,
 ) -> Request:
     """From the arguments of `torch.ops.kernl.attention_backward`, in their order."""
-    operands = (query, key, value, Scoring.of_op(*scoring), output, logsumexp)
+    operands = (query, key, value, scoring_of_op(*scoring), output, logsumexp)
     return Request(*operands, grad_output, grad_logsumexp, needs_mask_grad, needs_bias_grad)
 
 
@@ -170,9 +206,9 @@ def _attention_backward(*arguments: Any) -> Gradients:
     query, key, value, scoring = request.query, request.key, request.value, request.scoring
     # The formulas are PyTorch operations, which autograd records when somebody wants a second derivative.
     wants_second = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    if wants_second or not scoring.is_plain or not kernel_takes(query, key, value, scoring):
+    if wants_second or request.needs_bias_grad or not kernel_takes(query, key, value, scoring):
         return reference_backward(request)
-    scoring = scoring.with_padding_recognised(query.shape[0], key.shape[2])
+    scoring = with_padding_recognised(scoring, query.shape[0], key.shape[2])
     request = dataclasses.replace(request, scoring=scoring)
     with on_device_of(query):
         runs, problem, default = backward_implementations(request)
@@ -189,44 +225,39 @@ def _attention_backward(*arguments: Any) -> Gradients:
 def backward_implementations(request: Request) -> tuple[dict[str, Run], tuple[Any, ...], str]:
     """Everything that can compute this call by name, the class of problem it belongs to, and the name to start from."""
     query, value, scoring = request.query, request.value, request.scoring
-    batch, heads, seqlen_q, head_dim = query.shape
-    key_heads, seqlen_k, value_dim = value.shape[1:]
+    batch, heads, head_dim = scoring.batch_of(query), query.shape[1], query.shape[3]
+    key_heads, value_dim = value.shape[1], value.shape[3]
+    seqlen_q, seqlen_k = query.shape[2], value.shape[2]
+    if scoring.packed is not None:
+        seqlen_q, seqlen_k = scoring.packed.max_seqlen_q, scoring.packed.max_seqlen_k
     precision = float32_precision() if query.dtype == torch.float32 else "ieee"
-    mask = None if scoring.attn_mask is None else scoring.attn_mask.expand(batch, heads, seqlen_q, seqlen_k)
-    may_hide = scoring.attn_mask is not None or scoring.key_padding is not None
     masked = request.masked_gradient
 
     def launch(configuration: BackwardConfiguration) -> Gradients:
-        results = _allocate_gradients(request)
-        grad_query, grad_key, grad_value, grad_mask, _ = results
-        statistics = empty((3, batch, heads, seqlen_q), dtype=torch.float32, device=query.device)
+        gradients = _allocate_gradients(request)
+        grad_query, grad_key, grad_value, grad_mask, _ = gradients
+        statistics = empty((3, *query.shape[:3]), dtype=torch.float32, device=query.device)
         hidden_grads = None
-        if scoring.hidden_rows == "mean" and may_hide:
-            programs = triton.cdiv(seqlen_q, configuration.query.block_m)
-            hidden_grads = empty((batch, heads, programs, value_dim), dtype=torch.float32, device=query.device)
+        if scoring.hidden_rows == "mean" and scoring.can_hide_a_row:
+            shape = (batch, heads, triton.cdiv(seqlen_q, configuration.query.block_m), value_dim)
+            hidden_grads = empty(shape, dtype=torch.float32, device=query.device)
         attention_backward(
             query,
             request.key,
             value,
-            mask,
-            scoring.key_padding,
-            request.grad_output,
-            request.output,
-            request.logsumexp.contiguous(),
-            None if request.grad_logsumexp is None else request.grad_logsumexp.float().contiguous(),
-            statistics,
-            hidden_grads,
-            grad_query,
-            grad_key,
-            grad_value,
-            None if masked is None else grad_mask[(None,) * (4 - masked.dim())],
-            scale=scoring.scale,
-            is_causal=scoring.is_causal,
+            scoring,
+            (request.output, request.logsumexp.contiguous()),
+            (
+                request.grad_output,
+                None if request.grad_logsumexp is None else request.grad_logsumexp.float().contiguous(),
+            ),
+            (statistics, hidden_grads),
+            (grad_query, grad_key, grad_value, None if masked is None else grad_mask[(None,) * (4 - masked.dim())]),
             configuration=configuration,
             input_precision=precision,
             use_pdl=use_pdl(query),
         )
-        return results
+        return gradients
 
     tilings = backward_configurations(
         capability_of(query.device).arch,
@@ -234,7 +265,8 @@ def backward_implementations(request: Request) -> tuple[dict[str, Run], tuple[An
         head_dim,
         value_dim,
         input_precision=precision,
-        has_mask=mask is not None,
+        has_mask=scoring.kind_of_mask != "none",
+        by_position=not scoring.is_plain or scoring.kind_of_mask == "both",
     )
     runs: dict[str, Run] = {tiling.name: functools.partial(launch, tiling) for tiling in tilings}
     runs["pytorch"] = functools.partial(reference_backward, request)
@@ -253,6 +285,8 @@ def backward_implementations(request: Request) -> tuple[dict[str, Run], tuple[An
         scoring.kind_of_padding,
         scoring.is_causal,
     )
+    if not scoring.is_plain or scoring.kind_of_mask == "both":
+        problem = (*problem, *scoring.kinds_besides_masks)
     return runs, problem, "pytorch" if query.is_cuda else tilings[0].name
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from kernl.kernels.common import launches
 from kernl.ops import (
     RelativePositionBias,
     add_layer_norm,
+    add_rms_norm,
     attention,
     embedding_sum,
+    gated_linear,
     layer_norm,
     linear,
+    linear_attention,
     merged_linear,
+    rms_norm,
 )
 from kernl.ops.attention import attention_op
 from kernl.ops.attention_backward import Request, backward_implementations
-from kernl.ops.attention_common import Scoring
+from kernl.ops.attention_common import scoring_of_op
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -29,6 +35,9 @@ def norms() -> None:
         layer_norm(normal(5, columns), weight, bias)
         add_layer_norm(normal(5, columns), normal(5, columns), weight, bias)
         torch.ops.kernl.layer_norm_of_sum(normal(5, columns), normal(5, columns), weight, bias, 1e-5)
+        rms_norm(normal(5, columns), weight)
+        add_rms_norm(normal(5, columns), normal(5, columns), weight)
+        torch.ops.kernl.rms_norm_of_sum(normal(5, columns), normal(5, columns), weight, 1e-6, 0.0, torch.float16)
 
 
 def embeddings() -> None:
@@ -41,6 +50,15 @@ def linears() -> None:
         linear(normal(rows, 72), normal(40, 72), normal(40), activation="gelu")
         linear(normal(rows, 77), normal(41, 77), normal(41))
         merged_linear(normal(rows, 72), [normal(40, 72)] * 3, [normal(40)] * 3)
+    for rows in (5, 600):  # the gate in the product's launch, and in one of its own
+        gated_linear(normal(rows, 72), normal(40, 72), normal(40, 72))
+
+
+def linear_attentions() -> None:
+    for causal, schedule in itertools.product((False, True), ("sequential", "chunkwise")):
+        query, key, value = (normal(2, 150, 3, 40).requires_grad_() for _ in range(3))
+        output = linear_attention(query, key, value, causal=causal, schedule=schedule)
+        output.backward(torch.ones_like(output))
 
 
 def attentions() -> None:
@@ -57,6 +75,26 @@ def attentions() -> None:
         attention(query, key, value, window=(9, 4), q_offset=torch.tensor(20, device="cuda"), alibi_slopes=slopes)
         attention(query, key, value, relative_position_bias=bias, softcap=5.0, key_padding=holes, hidden_rows="mean")
 
+        # Decoding (shares of keys, and their combination), dropout, packed sequences, a bias beside a mask.
+        few, cache = normal(1, 8, 2, head_dim), normal(1, 2, 1000, head_dim)
+        attention(few, cache, cache, is_causal=True, q_offset=torch.tensor(700, device="cuda"), hidden_rows="mean")
+        attention(query, key, value, dropout_p=0.2, is_causal=True)
+        ends = [torch.tensor(numbers, device="cuda") for numbers in ([0, 20, 20, 37], [0, 40, 50, 85])]
+        lengths = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "max_seqlen_q": 20, "max_seqlen_k": 40}
+        attention(query[:1], key[:1], value[:1], is_causal=True, **lengths)
+        attention(
+            query,
+            key,
+            value,
+            attn_mask=torch.rand(37, 85, device="cuda") > 0.5,
+            mask_hides=True,
+            bias=normal(1, 3, 37, 85),
+            bias_before_scale=True,
+            is_causal=True,
+            prefix=torch.tensor([3, 60], device="cuda"),
+            return_row_stats=True,
+        )
+
 
 def attention_gradients() -> None:
     """The kernels, whichever implementation calls would choose."""
@@ -64,11 +102,11 @@ def attention_gradients() -> None:
         operands = [normal(2, heads, tokens, head_dim) for heads, tokens in ((4, 37), (2, 85), (2, 85))]
         mask, padding = normal(1, 4, 37, 85), torch.rand(2, 85, device="cuda") > 0.5
         for scoring, needs_mask_grad in (
-            (Scoring.of_op(None, padding, 0.2, True, "mean"), False),
-            (Scoring.of_op(mask, padding, 0.2, False, "zero"), True),
+            (scoring_of_op(None, padding, 0.2, True, "mean"), False),
+            (scoring_of_op(mask, padding, 0.2, False, "zero"), True),
         ):
             output, logsumexp = attention_op(
-                *operands, scoring.attn_mask, padding, 0.2, scoring.is_causal, scoring.hidden_rows
+                *operands, mask if needs_mask_grad else None, padding, 0.2, scoring.is_causal, scoring.hidden_rows
             )
             gradient = torch.randn_like(output)
             request = Request(*operands, scoring, output, logsumexp, gradient, None, needs_mask_grad, False)
@@ -79,7 +117,7 @@ def attention_gradients() -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    for run in (norms, embeddings, linears, attentions, attention_gradients):
+    for run in (norms, embeddings, linears, linear_attentions, attentions, attention_gradients):
         run()
         torch.cuda.synchronize()
     for name, count in sorted(launches.items()):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kernl.ops.attention import attention, implementations, reference_attention
-from kernl.ops.attention_common import Scoring, op_arguments
+from kernl.ops.attention_common import op_arguments, scoring_of_op
 from kernl.testing import assert_within_budget, poisoned
 from tests.conftest import KernelRun
 
@@ -61,7 +61,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options
 
 def is_pytorchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> bool:
     """float32 at full precision beyond head_dim 128; and plain cases that the default gives to cuDNN."""
-    scoring = Scoring.of_op(*op_arguments(query.shape[3], **options))
+    scoring = scoring_of_op(*op_arguments(query.shape[3], **options))
     if query.dtype == torch.float32:
         return query.shape[3] > 128
     is_plain = "attn_mask" not in options and "key_padding" not in options
@@ -105,7 +105,7 @@ def test_every_implementation_on_offer(rng: torch.Generator, head_dim: int, mask
     key_padding = padding(rng, 2, 300) if masking == "padding" else None
     attn_mask = torch.rand(2, 1, 300, 300, generator=rng).to("cuda") > 0.3 if masking == "mask" else None
     scale, is_causal = 1 / math.sqrt(head_dim), masking == "causal"
-    scoring = Scoring.of_op(attn_mask, key_padding, scale, is_causal, "zero")
+    scoring = scoring_of_op(attn_mask, key_padding, scale, is_causal, "zero")
     runs, _, default = implementations(query, key, value, scoring)
     assert default in runs
     visible = attn_mask
@@ -220,3 +220,93 @@ def test_compiled_by_inductor_with_symbolic_shapes(rng: torch.Generator) -> None
     for tokens in (40, 77):
         operands = draw(rng, (2, 4, 4, tokens, tokens, 64), torch.float16)
         torch.testing.assert_close(compiled(*operands), block(*operands), rtol=2e-3, atol=2e-3)
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("size", [(1, 32, 8), (8, 32, 8), (2, 12, 12), (3, 8, 1)], ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 512), (1, 4097), (4, 1000), (16, 9000)])
+def test_decoding(
+    kernels: KernelRun, rng: torch.Generator, size: tuple[int, int, int], seqlen_q: int, seqlen_k: int
+) -> None:
+    """A static cache of which the first two thirds are filled."""
+    batch, heads, key_heads = size
+    query, key, value = draw(rng, (batch, heads, key_heads, seqlen_q, seqlen_k, 128), torch.bfloat16)
+    offset = torch.tensor(seqlen_k * 2 // 3, device="cuda")
+    output, logsumexp = attention(query, key, value, is_causal=True, q_offset=offset, return_logsumexp=True)
+    assert kernels.launched("attention_decode") + kernels.launched("attention_forward") == 1
+    expected, expected_logsumexp = exact(query, key, value, is_causal=True, q_offset=offset)
+    visible = torch.arange(seqlen_k, device="cuda") <= torch.arange(seqlen_q, device="cuda")[:, None] + offset
+    assert_within_budget(output, expected, baseline(query, key, value, visible), name="output")
+    torch.testing.assert_close(logsumexp.double(), expected_logsumexp, rtol=1e-4, atol=1e-4)
+
+
+def test_decoding_in_a_cuda_graph_follows_the_offset(rng: torch.Generator) -> None:
+    query, key, value = draw(rng, (2, 32, 8, 1, 4096, 128), torch.float16)
+    offset = torch.tensor([100], device="cuda")
+    attention(query, key, value, is_causal=True, q_offset=offset)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attention(query, key, value, is_causal=True, q_offset=offset)
+    for position in (0, 63, 64, 2000, 4095):
+        offset.fill_(position)
+        graph.replay()
+        expected = exact(query, key[:, :, : position + 1], value[:, :, : position + 1])[0]
+        torch.testing.assert_close(output.double(), expected, rtol=2e-3, atol=2e-3)
+
+
+# Dropout
+
+
+def test_a_replayed_graph_drops_anew_and_the_backward_pass_the_same(rng: torch.Generator) -> None:
+    leaves = [tensor.detach().requires_grad_() for tensor in draw(rng, (2, 4, 4, 128, 128, 64), torch.float16)]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        output = attention(*leaves, dropout_p=0.5)
+        return output.detach(), *torch.autograd.grad(output.float().sum(), leaves)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    outputs = []
+    for _ in range(3):
+        graph.replay()
+        outputs.append(results[0].clone())
+        # <dV, V> = <dO, out> only if the same probabilities were dropped in both directions.
+        forward, backward = results[0].double().sum(), (results[3].double() * leaves[2].detach().double()).sum()
+        torch.testing.assert_close(backward, forward, rtol=1e-2, atol=1.0)
+    assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_is_that_of_the_reference(rng: torch.Generator, kernels: KernelRun, head_dim: int) -> None:
+    query, key, value = draw(rng, (2, 4, 2, 300, 333, head_dim), torch.float32)
+    options: dict[str, Any] = {"dropout_p": 0.3, "seed": torch.tensor([17], device="cuda")}
+    options["offset"] = torch.tensor([5], device="cuda")
+    output = attention(query, key, value, **options)
+    assert kernels.launched("attention_forward") == 1
+    torch.testing.assert_close(output.double(), exact(query, key, value, **options)[0], rtol=1e-4, atol=1e-4)
+
+
+# Packed sequences
+
+
+def test_packed_sequences(rng: torch.Generator, kernels: KernelRun) -> None:
+    lengths = torch.tensor([700, 0, 64, 129, 1, 2000])
+    total = int(lengths.sum())
+    query, key, value = draw(rng, (1, 8, 2, total, total, 64), torch.float16)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to("cuda", torch.int32)
+    options: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "is_causal": True}
+    options |= {"max_seqlen_q": 2000, "max_seqlen_k": 2000}
+    output = attention(query, key, value, **options)
+    assert kernels.launched("attention_forward") == 1
+    sequence = torch.repeat_interleave(torch.arange(6), lengths).to("cuda")
+    visible = (sequence[:, None] == sequence) & torch.ones(total, total, dtype=torch.bool, device="cuda").tril()
+    expected = exact(query, key, value, **options)[0]
+    assert_within_budget(output, expected, baseline(query, key, value, visible), name="packed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import kernl.kernels.attention as kernel_file
+from kernl.kernels.attention_problem import Configuration
 from kernl.ops.attention import attention, attention_op, reference_attention
 from kernl.ops.common import force_reference
 from kernl.testing import assert_within_budget
@@ -262,8 +264,12 @@ MASKS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", SHAPES + MASKS, ids=str)
+# Each case in one type, in turn; what is most of the arithmetic in all three.
+IN_ALL_TYPES = [Case(65, 130), Case(20, 66, 40, heads=4, key_heads=2), Case(33, 70, mask="bool:bk", is_causal=True)]
+KERNEL_CASES = [*zip(SHAPES + MASKS, itertools.cycle(DTYPES)), *itertools.product(IN_ALL_TYPES, DTYPES)]
+
+
+@pytest.mark.parametrize(("case", "dtype"), KERNEL_CASES, ids=str)
 def test_kernel(case: Case, dtype: torch.dtype, rng: torch.Generator, kernels: KernelRun) -> None:
     check(case, dtype, rng, kernels)
 
@@ -396,7 +402,7 @@ def test_large_scores(rng: torch.Generator, kernels: KernelRun) -> None:
 # Every tiling offered, whatever the interpreter would choose by itself.
 
 
-def tilings() -> list[kernel_file.Configuration]:
+def tilings() -> list[Configuration]:
     found = {}
     for arch in (80, 90):
         for dim in (64, 128, 256):
@@ -406,10 +412,13 @@ def tilings() -> list[kernel_file.Configuration]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("tiling", tilings(), ids=lambda tiling: tiling.name)
-@pytest.mark.parametrize("padding", ("", "both", "holes"))
+@pytest.mark.parametrize(
+    ("tiling", "padding"),
+    zip(tilings(), itertools.cycle(("both", "holes", ""))),
+    ids=lambda part: getattr(part, "name", part),
+)
 def test_tilings(
-    tiling: kernel_file.Configuration,
+    tiling: Configuration,
     padding: str,
     rng: torch.Generator,
     kernels: KernelRun,

@@ -5,6 +5,7 @@ The reference is written out here from the definitions, in float64, apart from t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,6 +65,11 @@ CASES = [
     Case("bias-float-mask", bias="both", masks="float", options={"hidden_rows": "mean"}),
     Case("alibi-padding-gqa", heads=4, alibi="heads", masks="padding", options={"window": (30, -1)}),
     Case("softcap-float-mask", masks="float", options={"softcap": 5.0}),
+    Case("prefix", options={"is_causal": True, "prefix": (5, 50)}),
+    Case("prefix-offset-gqa", heads=4, masks="mask", options={"is_causal": True, "q_offset": -20, "prefix": (0, 70)}),
+    Case("prefix-window", masks="padding", options={"window": (6, 4), "q_offset": 33, "prefix": (3, 68)}),
+    Case("offset-of-each-row", options={"is_causal": True, "q_offset": (3, 60)}),
+    Case("offset-of-each-row-bias", bias="both", alibi="batch", options={"window": (9, 9), "q_offset": (-4, 60)}),
     Case("hidden-mean", masks="padding", options={"window": (2, 2), "hidden_rows": "mean", "q_offset": 30}),
     Case("everything", heads=4, head_dim=24, alibi="batch", bias="both", masks="padding",
          options={"window": (25, 8), "q_offset": 11, "softcap": 4.0, "hidden_rows": "mean"}),
@@ -76,6 +82,9 @@ def draw(case: Case, dtype: torch.dtype, rng: torch.Generator) -> tuple[list[tor
     options = dict(case.options)
     if options.get("q_offset") == "tensor":
         options["q_offset"] = torch.tensor(21)
+    for name in ("q_offset", "prefix"):
+        if isinstance(options.get(name), tuple):
+            options[name] = torch.tensor(options[name])
     if case.alibi:
         shape = (case.heads,) if case.alibi == "heads" else (2, case.heads)
         options["alibi_slopes"] = torch.rand(shape, generator=rng)
@@ -100,45 +109,65 @@ def expected(
     value: torch.Tensor,
     options: dict[str, Any],
     rounding: torch.dtype | None = None,
+    kept: torch.Tensor | None = None,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and logsumexp in the type of the operands, from the definitions; probabilities rounded to `rounding`."""
+    """Output and logsumexp in the type of the operands, from the definitions; probabilities rounded to `rounding`.
+
+    kept: what dropout leaves.
+    """
     heads, seqlen_q, head_dim = query.shape[1:]
     seqlen_k = key.shape[2]
     group = heads // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = product(query, key.mT) / math.sqrt(head_dim)
+    scores = product(query, key.mT)
+    added = options.get("bias")
+    if added is not None and options.get("bias_before_scale"):
+        scores = scores + added
+    scale = options.get("scale")
+    scores = scores * (1 / math.sqrt(head_dim) if scale is None else scale)
     softcap = options.get("softcap")
     if softcap:
         scores = softcap * (scores / softcap).tanh()
-    position = torch.arange(seqlen_q)[:, None] + int(options.get("q_offset", 0))
-    distance = torch.arange(seqlen_k)[None, :] - position
+    position = torch.arange(seqlen_q)[:, None] + torch.as_tensor(options.get("q_offset", 0)).view(-1, 1, 1, 1)
+    distance = torch.arange(seqlen_k) - position  # [1 or batch, 1, seqlen_q, seqlen_k]
     slopes = options.get("alibi_slopes")
     if slopes is not None:
         scores = scores - slopes.to(scores.dtype).view(-1, heads, 1, 1) * distance.abs()
     bias = options.get("relative_position_bias")
     if bias is not None:
         reach = bias.max_distance
-        scores = scores + bias.by_distance().to(scores.dtype)[:, distance.clamp(-reach, reach) + reach]
-    visible = torch.ones(2, 1, seqlen_q, seqlen_k, dtype=torch.bool)
+        table = bias.by_distance().to(scores.dtype)
+        scores = scores + torch.stack([row[(distance[:, 0].clamp(-reach, reach) + reach)] for row in table], 1)
+    if added is not None and not options.get("bias_before_scale"):
+        scores = scores + added
+    visible = torch.ones(query.shape[0], 1, seqlen_q, seqlen_k, dtype=torch.bool)
     mask, padding = options.get("attn_mask"), options.get("key_padding")
-    if mask is not None:
-        visible, scores = (visible & mask, scores) if mask.dtype == torch.bool else (visible, scores + mask)
+    if mask is not None and mask.is_floating_point():
+        scores = scores + mask
+    elif mask is not None:
+        visible = visible & ((mask == 0) if options.get("mask_hides") else (mask != 0))
     if padding is not None:
         keys = padding if padding.dtype == torch.bool else torch.arange(seqlen_k) < padding[:, None]
         visible = visible & keys[:, None, None, :]
     left, right = options.get("window", (-1, -1))
+    near = torch.ones_like(distance, dtype=torch.bool)
     if options.get("is_causal"):
-        visible = visible & (distance <= 0)
+        near = near & (distance <= 0)
     if right >= 0:
-        visible = visible & (distance <= right)
+        near = near & (distance <= right)
     if left >= 0:
-        visible = visible & (distance >= -left)
+        near = near & (distance >= -left)
+    if options.get("prefix") is not None:
+        near = near | (torch.arange(seqlen_k) < options["prefix"].view(-1, 1, 1, 1))
+    visible = visible & near
     scores = scores.masked_fill(~visible, -math.inf)
-    hidden = (~visible).all(-1).expand(scores.shape[:3])
+    hidden = (scores == -math.inf).all(-1)
     probabilities = scores.softmax(-1).masked_fill(hidden[..., None], 0)
     if rounding is not None:
         probabilities = probabilities.to(rounding).to(value.dtype)
+    if kept is not None:
+        probabilities = probabilities * kept / (1 - options["dropout_p"])
     output = product(probabilities, value)
     logsumexp = scores.logsumexp(-1)
     if options.get("hidden_rows") == "mean":
@@ -164,7 +193,9 @@ def on(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     return moved
 
 
-def baseline(tensors: list[torch.Tensor], options: dict[str, Any], exact: torch.Tensor) -> torch.Tensor:
+def baseline(
+    tensors: list[torch.Tensor], options: dict[str, Any], exact: torch.Tensor, kept: torch.Tensor | None = None
+) -> torch.Tensor:
     """Operands, probabilities and result rounded to the type, sums in float32: the one that errs most of three orders.
 
     As `worst_baseline` in test_attention.py, but keys keep their order, on which the scores depend here.
@@ -175,13 +206,14 @@ def baseline(tensors: list[torch.Tensor], options: dict[str, Any], exact: torch.
     draws = []
     for _ in range(3):
         dims = torch.randperm(query.shape[3], generator=rng)
-        output, _ = expected(query[..., dims], key[..., dims], value, options, rounding=dtype, product=one_by_one)
+        output, _ = expected(query[..., dims], key[..., dims], value, options, dtype, kept, one_by_one)
         draws.append(output.to(dtype))
     return max(draws, key=lambda draw: float((draw.double() - exact).abs().max()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.text)
+@pytest.mark.parametrize(
+    ("case", "dtype"), zip(CASES, itertools.cycle(DTYPES)), ids=lambda part: getattr(part, "text", str(part))
+)
 def test_kernel(case: Case, dtype: torch.dtype, rng: torch.Generator, kernels: KernelRun) -> None:
     tensors, options = draw(case, dtype, rng)
     exact, exact_logsumexp = expected(*(tensor.double() for tensor in tensors), in_double(options))
@@ -312,7 +344,9 @@ def test_what_does_not_fit(rng: torch.Generator) -> None:
     refused(r"q_offset: got 2147483647, accepted numbers from", q_offset=2**31 - 1)
     refused(r"alibi_slopes: got a tensor that requires a gradient", alibi_slopes=torch.ones(2, requires_grad=True))
     refused(r"q_offset: got torch.float32, accepted", TypeError, q_offset=torch.tensor(1.0))
-    refused(r"q_offset: got shape \[2\], accepted", q_offset=torch.tensor([1, 2]))
+    refused(r"q_offset: got shape \[3\], accepted", q_offset=torch.tensor([1, 2, 3]))
+    refused(r"prefix: got shape \[3\], accepted \[2\]", prefix=torch.tensor([1, 2, 3]))
+    refused(r"prefix: got torch.float32, accepted", TypeError, prefix=torch.tensor([1.0, 2.0]))
     refused(r"alibi_slopes: got shape \[3\], accepted", alibi_slopes=torch.ones(3))
     refused(r"alibi_slopes: got torch.int64, accepted", TypeError, alibi_slopes=torch.ones(2, dtype=torch.long))
     refused(r"relative_position_bias: got Tensor, accepted", TypeError, relative_position_bias=torch.ones(32, 2))
