@@ -1185,7 +1185,7 @@ _AMPERE_MASK = {
 }
 # So does what depends on positions, and dropout.
 _POSITIONS = {
-    64: _backward_tilings(("64 32 8 2", "32 64 8 1"), mask="64 32 8 1"),
+    64: _backward_tilings(("64 32 8 2", "32 32 8 1"), mask="64 32 8 1"),
     128: _backward_tilings(("32 32 8 1", "32 32 8 1"), mask="32 32 8 1"),
     256: (),
 }
