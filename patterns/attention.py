@@ -36,12 +36,11 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kernl.graph import Emitted, Match, anything, call_of, emit, op, register_pattern, require, value_of, var
 from kernl.graph.mask import CAUSAL, Sizes, read_condition
 from kernl.patterns.attention_mask import Hidden, Masks, OpArguments, Tensor, add_term, op_arguments, read_masks
-from kernl.patterns.common import kernl_op, require_kernel_tensors
+from kernl.patterns.common import kernl_op, known_equal, require_kernel_tensors
 
 MAX_HEAD_DIM = 256
 
@@ -126,10 +125,6 @@ def require_shapes(query: Sequence[Any], key: Sequence[Any], value: Sequence[Any
     for name, dim in (("head_dim", query[-1]), ("value head_dim", value[-1])):
         require(type(dim) is int, f"{name} is not a constant")
         require(1 <= dim <= MAX_HEAD_DIM, f"{name} {dim} (accepted: up to {MAX_HEAD_DIM})")
-
-
-def known_equal(one: Any, other: Any) -> bool:
-    return statically_known_true(one == other)
 
 
 def unrepeated(match: Match, query: Node, key: Node, value: Node) -> tuple[Node, Node, bool]:

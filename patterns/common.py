@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kernl.graph import Refused, value_of
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def known_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are the same for every shape that the graph serves; asking adds no guard."""
+    return statically_known_true(one == other)
 
 
 def kernl_op(name: str) -> Callable[..., Any]:

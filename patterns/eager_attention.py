@@ -38,7 +38,7 @@ from kernl.graph import (
 )
 from kernl.graph.mask import Sizes, constant_of
 from kernl.graph.table import DROPOUTS, does_nothing, op_name
-from kernl.patterns.attention import fused_attention, known_equal, require_shapes, unrepeated
+from kernl.patterns.attention import fused_attention, require_shapes, unrepeated
 from kernl.patterns.attention_mask import (
     Masks,
     OpArguments,
@@ -49,7 +49,7 @@ from kernl.patterns.attention_mask import (
     op_arguments,
     read_masks,
 )
-from kernl.patterns.common import require_kernel_tensors
+from kernl.patterns.common import known_equal, require_kernel_tensors
 
 
 @register_pattern(

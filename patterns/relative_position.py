@@ -31,6 +31,7 @@ from kernl.graph import Emitted, Match, call_of, emit, op, register_pattern, req
 from kernl.graph.mask import Affine, Sizes, known_number, read_affine, read_elements
 from kernl.graph.mask_reader import is_written
 from kernl.graph.table import op_name
+from kernl.patterns.common import known_equal
 
 _FARTHEST = 2**17
 _SAMPLES = [
@@ -88,7 +89,7 @@ def read_distance_bias(bias: Node, sizes: Sizes) -> DistanceBias | None:
     if read is None or normal is None:
         return None
     lengths = value_of(read[0]).shape  # [seqlen_q, seqlen_k, heads]
-    if not all(map(_known_equal, lengths, (sizes.seqlen_q, sizes.seqlen_k))):
+    if not all(map(known_equal, lengths, (sizes.seqlen_q, sizes.seqlen_k))):
         return None
     for found, dim, length in zip(read[1], (-2, -1, -3), lengths):
         expected = {} if statically_known_true(length == 1) else {dim: 1}
@@ -196,7 +197,7 @@ def _function_of_distance(result: Node) -> _Function | None:
             continue
         seen.add(node)
         value = value_of(node)
-        if not isinstance(value, torch.Tensor) or value.dim() != 2 or not all(map(_known_equal, value.shape, shape)):
+        if not isinstance(value, torch.Tensor) or value.dim() != 2 or not all(map(known_equal, value.shape, shape)):
             return None
         affine = read_affine(node) if value.dtype in (torch.int64, torch.int32) else None
         if affine is not None and affine.slopes:
@@ -256,7 +257,3 @@ def _reach(function: _Function, rows: int) -> int:
     if len(_reaches) < 1000:
         _reaches[key] = reach
     return reach
-
-
-def _known_equal(one: Any, other: Any) -> bool:
-    return statically_known_true(one == other)

@@ -103,7 +103,6 @@ from kernl.kernels.attention_problem import (
     UNSPECIALIZED,
     Configuration,
     Scoring,
-    block_of,
     case_of,
     of_kernel,
     scoring_arguments,
@@ -112,6 +111,7 @@ from kernl.kernels.attention_problem import (
 from kernl.kernels.common import (
     TRITON_TYPES,
     AotCase,
+    block_of,
     count_launch,
     let_next_kernel_start,
     to_compute,

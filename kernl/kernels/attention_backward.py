@@ -92,7 +92,6 @@ from kernl.kernels.attention_problem import (
     Configuration,
     Scoring,
     Variant,
-    block_of,
     case_of,
     of_kernel,
     scoring_arguments,
@@ -102,6 +101,7 @@ from kernl.kernels.attention_problem import (
 from kernl.kernels.common import (
     TRITON_TYPES,
     AotCase,
+    block_of,
     count_launch,
     let_next_kernel_start,
     to_storage,

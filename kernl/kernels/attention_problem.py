@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from kernl.kernels.attention_common import ABSENT, BOOL, FARTHEST, FLOAT, HIDES, LENGTHS, LOG2E
-from kernl.kernels.common import TRITON_TYPES, AotCase
+from kernl.kernels.common import TRITON_TYPES, AotCase, block_of
 
 MAX_HEAD_DIM = 256
 
@@ -52,11 +51,6 @@ def tilings(*rows: str) -> tuple[Configuration, ...]:
         sizes = (int(block_m), int(block_n), int(num_warps), int(num_stages))
         found.append(Configuration(*sizes, uses_tma="tma" in rest, max_registers=caps[0] if caps else None))
     return tuple(found)
-
-
-def block_of(dim: int) -> int:
-    """A head dimension as the kernel pads it: the next power of two, at least 16 (tensor cores take no less)."""
-    return max(16, triton.next_power_of_2(dim))
 
 
 def strides_of(tensor: torch.Tensor) -> list[int]:

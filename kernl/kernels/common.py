@@ -34,6 +34,11 @@ launches: collections.Counter[str] = collections.Counter()
 """How often each kernel was launched in this process, by the name its launcher gave to `count_launch`."""
 
 
+def block_of(dim: int) -> int:
+    """A head dimension as the kernels pad it: the next power of two, at least 16 (tensor cores take no less)."""
+    return max(16, triton.next_power_of_2(dim))
+
+
 def count_launch(name: str) -> None:
     """Note one launch of a kernel. Tests use the counts to see that a kernel ran and not its reference."""
     launches[name] += 1

@@ -72,6 +72,7 @@ from kernl.kernels.common import (
     _INTERPRET,
     TRITON_TYPES,
     AotCase,
+    block_of,
     count_launch,
     let_next_kernel_start,
     to_compute,
@@ -683,11 +684,6 @@ class Plan:
     def chunk(self) -> int:
         """What segments are multiples of."""
         return max(self.forward.chunk, self.state.chunk)
-
-
-def block_of(dim: int) -> int:
-    """A dimension as the kernels pad it: the next power of two, at least 16 (tensor cores take no less)."""
-    return max(16, triton.next_power_of_2(dim))
 
 
 def segment_length(length: int, segments: int, chunk: int) -> int:

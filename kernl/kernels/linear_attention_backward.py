@@ -40,6 +40,7 @@ import triton.language as tl
 
 from kernl.kernels.common import (
     AotCase,
+    block_of,
     count_launch,
     let_next_kernel_start,
     wait_for_previous_kernel,
@@ -51,7 +52,6 @@ from kernl.kernels.linear_attention import (
     Tiling,
     _common_case,
     as_operand,
-    block_of,
     default_plan,
     feature,
     feature_derivative,

@@ -23,7 +23,8 @@ import triton
 
 from kernl.kernels.attention import attention_forward, configurations, default_configuration, supports_tma
 from kernl.kernels.attention_decode import DecodeConfiguration, attention_decode, decode_configuration, prefers_decode
-from kernl.kernels.attention_problem import Configuration, Positions, Scoring, alignment_of, block_of
+from kernl.kernels.attention_problem import Configuration, Positions, Scoring, alignment_of
+from kernl.kernels.common import block_of
 from kernl.ops.attention_backward import attention_backward_op
 from kernl.ops.attention_checks import check_dropout, check_masks, check_operands, check_packed, check_positions
 from kernl.ops.attention_common import (

@@ -21,7 +21,8 @@ import torch
 import triton
 
 from kernl.kernels.attention_backward import BackwardConfiguration, attention_backward, backward_configurations
-from kernl.kernels.attention_problem import Scoring, block_of
+from kernl.kernels.attention_problem import Scoring
+from kernl.kernels.common import block_of
 from kernl.ops.attention_common import (
     SCORING_SCHEMA,
     Sequence,

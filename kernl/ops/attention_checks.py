@@ -13,19 +13,24 @@ from kernl.ops.relative_position import RelativePositionBias
 _WIDEST = 512
 
 
+def check_kind(name: str, tensor: torch.Tensor, query: torch.Tensor, layout: str) -> None:
+    """What query, key and value of any attention must be, whatever their sizes. layout: the four dimensions' names."""
+    if tensor.dim() != 4:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, accepted {layout}")
+    if not tensor.is_floating_point():
+        raise TypeError(
+            f"{name}: got {tensor.dtype}, accepted float16, bfloat16, float32 or float64; convert with .to(...)"
+        )
+    if tensor.device != query.device:
+        raise ValueError(f"{name}: got device {tensor.device}, accepted query's, {query.device}")
+    if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+        raise ValueError(f"{name}: got {tensor.dtype}, accepted query's type, {query.dtype}")
+
+
 def check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}, accepted [batch, heads, seqlen, head_dim]")
-        if not tensor.is_floating_point():
-            raise TypeError(
-                f"{name}: got {tensor.dtype}, accepted float16, bfloat16, float32 or float64; convert with .to(...)"
-            )
-        if tensor.device != query.device:
-            raise ValueError(f"{name}: got device {tensor.device}, accepted query's, {query.device}")
-        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
-            raise ValueError(f"{name}: got {tensor.dtype}, accepted query's type, {query.dtype}")
+        check_kind(name, tensor, query, "[batch, heads, seqlen, head_dim]")
         if tensor.shape[0] != query.shape[0]:
             raise ValueError(f"{name}: got batch {tensor.shape[0]}, accepted query's, {query.shape[0]}")
     if key.shape[3] != query.shape[3]:

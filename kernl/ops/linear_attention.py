@@ -30,6 +30,7 @@ from kernl.kernels.linear_attention import (
     plans,
     tilings,
 )
+from kernl.ops.attention_checks import check_kind
 from kernl.ops.attention_common import empty_by_rows
 from kernl.ops.common import Ahead, cast, define_op, empty, on_device_of, use_pdl
 from kernl.ops.linear_attention_backward import backward_arguments, linear_attention_backward_op
@@ -414,16 +415,7 @@ def _check_operands(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: str, *, length_axis: int
 ) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}, accepted {layout}")
-        if not tensor.is_floating_point():
-            raise TypeError(
-                f"{name}: got {tensor.dtype}, accepted float16, bfloat16, float32 or float64; convert with .to(...)"
-            )
-        if tensor.device != query.device:
-            raise ValueError(f"{name}: got device {tensor.device}, accepted query's, {query.device}")
-        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
-            raise ValueError(f"{name}: got {tensor.dtype}, accepted query's type, {query.dtype}")
+        check_kind(name, tensor, query, layout)
         head_axis = 3 - length_axis
         if tensor.shape[0] != query.shape[0] or tensor.shape[head_axis] != query.shape[head_axis]:
             raise ValueError(

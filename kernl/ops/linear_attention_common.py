@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import triton
 
-from kernl.kernels.linear_attention import MAX_DIM, Shape, block_of
+from kernl.kernels.common import block_of
+from kernl.kernels.linear_attention import MAX_DIM, Shape
 from kernl.ops.attention_common import float32_precision
 from kernl.ops.common import kernel_runs_on
 from kernl.ops.linear_attention_formulas import Problem
