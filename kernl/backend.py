@@ -304,7 +304,7 @@ def with_kernels_ahead(
     calls = [
         (node.target, torch.fx.map_arg(node.args, lambda arg: weights[arg] if arg in weights else stand_in(arg)))
         for node in gm.graph.nodes
-        if is_kernl_op(node)
+        if is_kernl_op(node) and all(has_size_hints(arg) for arg in node.all_input_nodes)
     ]
 
     def run(*values: Any) -> Any:
@@ -339,8 +339,20 @@ def stand_in(node: Node) -> Any:
         )
 
 
+def has_size_hints(node: Node) -> bool:
+    """Whether all sizes of a node's value were seen while tracing; those computed from data were not."""
+    value = node.meta.get("example_value")
+    sizes = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
+    return all(seen_while_tracing(size).is_number for size in sizes if isinstance(size, torch.SymInt))
+
+
 def size_hint(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
+    return size if isinstance(size, int) else int(seen_while_tracing(size))
+
+
+def seen_while_tracing(size: torch.SymInt) -> Any:
+    """A symbolic size with its symbols replaced. (Sizes of slices have no `hint` of their own in PyTorch 2.11.)"""
+    return size.node.expr.xreplace(size.node.shape_env.backed_var_to_val)
 
 
 def with_fixed_choices(function: Runnable) -> Runnable:

@@ -104,6 +104,28 @@ def test_one_graph_serves_many_shapes() -> None:
     assert [graph.symbolic for graph in report.graphs] == [False, True]
 
 
+@pytest.mark.parametrize("one_is_a_size", [True, False])
+def test_sizes_of_all_operands_are_known_while_tracing(one_is_a_size: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled ahead for them. Slices are what PyTorch 2.11 keeps no hint for."""
+    graphs, lower = [], backend.lower
+
+    def keep(gm: torch.fx.GraphModule, *others: Any) -> Any:
+        graphs.append(gm)
+        return lower(gm, *others)
+
+    monkeypatch.setattr(backend, "lower", keep)
+    dense, norm = nn.Linear(16, 16), nn.LayerNorm(16)
+    table = torch.randn(50, 16)
+    fast = compiled(lambda x: norm(dense(x + table[: x.shape[1]]) + table[None, : x.shape[1]]))
+    with torch.no_grad(), torch.fx.experimental._config.patch(backed_size_oblivious=one_is_a_size):
+        for length in (5, 7):
+            fast(torch.randn(2, length, 16))
+    ops = [node for node in graphs[-1].graph.nodes if backend.is_kernl_op(node)]
+    assert ops and all(backend.has_size_hints(node) for op in ops for node in op.all_input_nodes)
+    seen = backend.stand_in(next(node for node in graphs[-1].graph.nodes if backend.is_kernl_op(node)))
+    assert seen.shape == (2, 7, 16) and seen.stride() == (112, 16, 1)
+
+
 def test_cpu_is_said_once() -> None:
     with pytest.warns(KernlWarning, match="runs on the CPU"), torch.no_grad():
         compiled(tiny.encoder().forward)(tiny.activations())

@@ -50,7 +50,10 @@ def test_wide_and_narrow_heads(
 
 
 def test_tf32(kernels: KernelRun, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 honours PyTorch's matmul precision: TF32 is less precise than IEEE, and is not used unless allowed."""
+    """float32 honours PyTorch's matmul precision: TF32 is less precise than IEEE, and is not used unless allowed.
+
+    TF32 drops bits past the tenth: up to 2**-10 an operand, in each of the two products.
+    """
     case = Case((600, 600), (64, 64), batch=1, heads=2)
     inputs = draw(case, torch.float32, rng)
     expected = quadratic(case, inputs.map(lambda tensor: tensor.double()))[0]
@@ -59,7 +62,7 @@ def test_tf32(kernels: KernelRun, rng: torch.Generator, monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
         output = linear_attention(*(each.to(kernels.device) for each in inputs.tensors), causal=True)
         errors[precision] = float((output.cpu().double() - expected).norm() / expected.norm())
-    assert errors["ieee"] < 1e-5 < errors["tf32"] < 1e-3
+    assert errors["ieee"] < 1e-5 < errors["tf32"] < 4 * 2**-10
 
 
 def test_every_plan_on_offer(rng: torch.Generator) -> None:

@@ -124,12 +124,13 @@ def differentiate(
 def visible(case: Case, inputs: Inputs) -> torch.Tensor:
     """bool, broadcasts to [batch, heads, length_q, length_k]."""
     length_q, length_k = inputs.tensors[0].shape[1], inputs.tensors[1].shape[1]
-    seen = torch.ones(length_q, length_k, dtype=torch.bool)
+    device = inputs.tensors[0].device
+    seen = torch.ones(length_q, length_k, dtype=torch.bool, device=device)
     if case.causal:
         seen = seen.tril()
     if inputs.key_lengths is None:
         return seen[None, None]
-    return seen & (torch.arange(length_k) < inputs.key_lengths[:, None])[:, None, None, :]
+    return seen & (torch.arange(length_k, device=device) < inputs.key_lengths[:, None])[:, None, None, :]
 
 
 def mapped(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -146,7 +147,7 @@ def mapped(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torc
 def zero_states(case: Case, inputs: Inputs) -> list[torch.Tensor]:
     query, value = inputs.tensors[0], inputs.tensors[2]
     shape = (query.shape[0], query.shape[2], query.shape[3], value.shape[3])
-    states = [torch.zeros(shape, dtype=query.dtype), torch.zeros(shape[:3], dtype=query.dtype)]
+    states = [query.new_zeros(shape), query.new_zeros(shape[:3])]
     return [*inputs.states, *states[len(inputs.states) :]]
 
 
@@ -182,7 +183,10 @@ def sequential(case: Case, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def plain(case: Case, inputs: Inputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Results and gradients in the types of `call`. Gradients from the formulas, and from rounded results."""
+    """Results and gradients in the types of `call`. Gradients from the formulas, and from rounded results.
+
+    Computed where the inputs are: in which order a device adds up a thousand float32 products is part of its error.
+    """
     dtype = inputs.tensors[0].dtype
 
     def rounded(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,8 +208,7 @@ def plain(case: Case, inputs: Inputs) -> tuple[list[torch.Tensor], list[torch.Te
     products = (query @ key.mT).masked_fill(~seen, 0)
     output = rounded(products) @ value + query @ rounded(state)
     results = [output, state + key.mT @ value]
-    inverse = torch.ones(())
-    delta = torch.zeros(())
+    inverse, delta = key_sum.new_ones(()), key_sum.new_zeros(())
     grad = in_float.grads[0].transpose(1, 2)
     if case.normalize:
         inverse = 1 / (products.sum(-1) + (query * key_sum[:, :, None]).sum(-1) + 1e-6)[..., None]
@@ -257,8 +260,8 @@ def check(
 ) -> list[torch.Tensor]:
     inputs = draw(case, dtype, rng)
     expected, expected_grads = differentiate(case, inputs.map(lambda tensor: tensor.double()), quadratic)
-    baseline, baseline_grads = plain(case, inputs)
     placed = on(kernels.device, inputs)
+    baseline, baseline_grads = plain(case, placed)
     found: list[torch.Tensor] = []
     if gradients:
         actual, found = differentiate(case, placed)
