@@ -20,6 +20,7 @@ import torch._dynamo
 from torch.fx.experimental import _config as symbolic_shapes_config
 
 from kernl.options import Options
+from kernl.sdpa_shape import sdpa_of_any_batch
 
 _dynamo_config: Any = torch._dynamo.config
 _shapes_config: Any = symbolic_shapes_config
@@ -39,8 +40,7 @@ def dynamo_settings(
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Context managers with TorchDynamo's settings for one model; outside of them the user's hold.
 
-    one_is_a_size: symbolic sizes may be 1, so that batch 1 needs no graph of its own. (On the CPU, PyTorch before 2.13
-        still makes one where scaled_dot_product_attention takes a mask.)
+    one_is_a_size: symbolic sizes may be 1, so that batch 1 needs no graph of its own.
     in_parts: the model is captured as several graphs. Past the limit TorchDynamo then runs a part as plain PyTorch; an
         error in the middle of a call would come too late to start again.
 
@@ -74,7 +74,8 @@ def dynamo_settings(
     def of_this_thread() -> Iterator[None]:
         put_back = change()
         try:
-            yield
+            with sdpa_of_any_batch(one_is_a_size):
+                yield
         finally:
             put_back()
 
@@ -86,7 +87,8 @@ def dynamo_settings(
                 _put_back = change()
             _calls_with_settings += 1
         try:
-            yield
+            with sdpa_of_any_batch(one_is_a_size):
+                yield
         finally:
             with _settings_lock:
                 _calls_with_settings -= 1

@@ -49,6 +49,7 @@ from kernl.model_state import ModelState
 from kernl.options import Options
 from kernl.report import Report, reason_of, warn_once
 from kernl.runtime.cuda_graph import CapturedGraph
+from kernl.sdpa_shape import sdpa_of_any_batch
 from kernl.signature import BY_VALUE, read_call
 
 Tensor = torch.Tensor
@@ -508,7 +509,8 @@ class FrontDoor:
                 f"{IN_PARTS}: its parts run one after the other through TorchDynamo; past the limit of "
                 f"{self.options.recompile_limit} graphs (option recompile_limit) a part runs as plain PyTorch"
             )
-        graph = compile_graph(gm, example_inputs, self.options, self.report)
+        with sdpa_of_any_batch(False):  # what is traced from here on may take the function apart
+            graph = compile_graph(gm, example_inputs, self.options, self.report)
         self.graphs.append(graph)
         return RecordedGraph(graph, obstacle)
 

@@ -36,7 +36,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "kernl.model_state": (),
     "kernl.signature": (),
-    "kernl.dynamo_settings": ("kernl.options",),
+    "kernl.sdpa_shape": (),
+    "kernl.dynamo_settings": ("kernl.options", "kernl.sdpa_shape"),
     "kernl.buckets": ("kernl.graph", "kernl.options", "kernl.report", "kernl.signature"),
     "kernl.front_door": (
         "kernl.backend",
@@ -46,6 +47,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kernl.options",
         "kernl.report",
         "kernl.runtime",
+        "kernl.sdpa_shape",
         "kernl.signature",
     ),
     "kernl.warmup": (),

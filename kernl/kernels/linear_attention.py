@@ -181,6 +181,20 @@ def scaled_tile(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def add_product(state, a, b, INPUT_PRECISION: tl.constexpr):
+    """state + a b, float32.
+
+    A float32 product in full precision is summed up on its own before it is added: one running sum over all positions
+    rounds each term to the digits of the whole state. (Subtracting the negative keeps the compiler from making the state
+    the start of the product.)
+    """
+    if a.dtype == tl.float32 and INPUT_PRECISION == "ieee":
+        return state - tl.dot(-a, b, input_precision=INPUT_PRECISION)
+    else:
+        return tl.dot(a, b, state, input_precision=INPUT_PRECISION)
+
+
+@triton.jit
 def sum_of_products(
     a,  # [ROWS, K]
     factor_a,  # scalar or [ROWS, 1], as factor_c; both are 1 but for float16
@@ -433,10 +447,10 @@ def kernl_linear_attention_state(
             if DTYPE == tl.float16:
                 state += tl.dot(tl.trans(values), operand, input_precision=INPUT_PRECISION) * factor
             else:
-                state = tl.dot(tl.trans(values), operand, state, input_precision=INPUT_PRECISION)
+                state = add_product(state, tl.trans(values), operand, INPUT_PRECISION)
         else:
             operand = as_operand(keys, DTYPE)
-            state = tl.dot(tl.trans(values), operand, state, input_precision=INPUT_PRECISION)
+            state = add_product(state, tl.trans(values), operand, INPUT_PRECISION)
             if NORMALIZE:
                 key_sum += tl.sum(operand.to(tl.float32), 0)
     place = tl.cast(segment, tl.int64) * batch_heads + batch_head
@@ -610,7 +624,7 @@ def kernl_linear_attention_forward(
             VALUE_DIM % BLOCK_M != 0,
         )
         if IS_CAUSAL:
-            state = tl.dot(tl.trans(values), keys, state, input_precision=INPUT_PRECISION)
+            state = add_product(state, tl.trans(values), keys, INPUT_PRECISION)
             if NORMALIZE:
                 key_sum += tl.sum(keys.to(tl.float32), 0)
 

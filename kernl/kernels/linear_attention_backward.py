@@ -51,6 +51,7 @@ from kernl.kernels.linear_attention import (
     Shape,
     Tiling,
     _common_case,
+    add_product,
     as_operand,
     default_plan,
     feature,
@@ -280,7 +281,7 @@ def kernl_linear_attention_backward_query(
             KEY_DIM % BLOCK_E != 0,
         )
         if IS_CAUSAL:
-            state = tl.dot(tl.trans(values), keys, state, input_precision=INPUT_PRECISION)
+            state = add_product(state, tl.trans(values), keys, INPUT_PRECISION)
             if NORMALIZE:
                 key_sum += tl.sum(keys.to(tl.float32), 0)
 
@@ -533,9 +534,9 @@ def kernl_linear_attention_backward_key_value(
                 if DTYPE == tl.float16:
                     state += tl.dot(tl.trans(grads), operand, input_precision=INPUT_PRECISION) * factor
                 else:
-                    state = tl.dot(tl.trans(grads), operand, state, input_precision=INPUT_PRECISION)
+                    state = add_product(state, tl.trans(grads), operand, INPUT_PRECISION)
             else:
-                state = tl.dot(tl.trans(grads), queries, state, input_precision=INPUT_PRECISION)
+                state = add_product(state, tl.trans(grads), queries, INPUT_PRECISION)
 
     if OF_KEY and segment == 0:
         store_state(
