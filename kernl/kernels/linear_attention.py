@@ -90,15 +90,20 @@ RELU = tl.constexpr(2)
 ELU_RECOMPUTED = tl.constexpr(3)  # see `_exp`
 FEATURE_MAPS = {"identity": IDENTITY.value, "elu": ELU.value, "relu": RELU.value}
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E = tl.constexpr(1.4426950216293335)  # float32; with the rest, log2(e) to 48 bits
+_LOG2E_REST = tl.constexpr(1.92596299e-08)
+_LN2 = tl.constexpr(0.6931471805599453)
 # Exponents of float32 between which powers of two are taken: their reciprocals and squares are normal numbers.
 _LOWEST_EXPONENT = tl.constexpr(67 << 23)  # 2^-60
 _HIGHEST_EXPONENT = tl.constexpr(187 << 23)  # 2^60
 
 
 @triton.jit
-def _exp(x, PURE: tl.constexpr):
+def _exp(x, PURE: tl.constexpr, FULL_PRECISION: tl.constexpr):
     """exp(x) for float32; below 2^-126 it is 0, which saves three instructions per element.
+
+    FULL_PRECISION: what the product x log2(e) loses by rounding, several units in the last place of the result, is made
+    up for. Inputs of 16 bits do not need it, nor does TF32.
 
     Where it is PURE the compiler computes it anew for each layout that a product wants the result in, which takes
     registers. What is impure cannot be predicated, as the pipelines of sm_100's tensor cores need it.
@@ -106,17 +111,32 @@ def _exp(x, PURE: tl.constexpr):
     if _INTERPRET:
         return tl.exp(x)
     else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * _LOG2E], dtype=tl.float32, is_pure=PURE, pack=1
+        exponent = x * _LOG2E
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=PURE, pack=1
         )
+        if FULL_PRECISION:
+            lost = tl.fma(x, _LOG2E, -exponent) + x * _LOG2E_REST
+            power = tl.where(exponent > -126.0, tl.fma(power * _LN2, lost, power), power)
+        return power
 
 
 @triton.jit
-def feature(x, FEATURE_MAP: tl.constexpr):
+def reciprocal(x, DTYPE: tl.constexpr, INPUT_PRECISION: tl.constexpr):
+    """1 / x, rounded correctly where products are float32's, in full precision."""
+    if DTYPE == tl.float32 and INPUT_PRECISION == "ieee":
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def feature(x, FEATURE_MAP: tl.constexpr, INPUT_PRECISION: tl.constexpr):
     """phi(x). Of queries it needs no mask: what is not there meets zeros of phi(k), or is not stored."""
     if FEATURE_MAP == ELU or FEATURE_MAP == ELU_RECOMPUTED:
+        FULL_PRECISION: tl.constexpr = x.dtype == tl.float32 and INPUT_PRECISION == "ieee"
         x = x.to(tl.float32)
-        return tl.where(x > 0, x + 1.0, _exp(x, FEATURE_MAP == ELU_RECOMPUTED))
+        return tl.where(x > 0, x + 1.0, _exp(x, FEATURE_MAP == ELU_RECOMPUTED, FULL_PRECISION))
     elif FEATURE_MAP == RELU:
         return tl.where(x < 0, 0.0, x)  # NaN stays
     else:
@@ -124,20 +144,21 @@ def feature(x, FEATURE_MAP: tl.constexpr):
 
 
 @triton.jit
-def key_feature(x, exists, FEATURE_MAP: tl.constexpr):
+def key_feature(x, exists, FEATURE_MAP: tl.constexpr, INPUT_PRECISION: tl.constexpr):
     """phi(x), and 0 where nothing exists, which was loaded as 0."""
     if FEATURE_MAP == ELU or FEATURE_MAP == ELU_RECOMPUTED:
-        return tl.where(exists, feature(x, FEATURE_MAP), 0.0)
+        return tl.where(exists, feature(x, FEATURE_MAP, INPUT_PRECISION), 0.0)
     else:
-        return feature(x, FEATURE_MAP)
+        return feature(x, FEATURE_MAP, INPUT_PRECISION)
 
 
 @triton.jit
-def feature_derivative(x, FEATURE_MAP: tl.constexpr):
+def feature_derivative(x, FEATURE_MAP: tl.constexpr, INPUT_PRECISION: tl.constexpr):
     """phi'(x) in float32; 0 at 0 for relu, as in PyTorch."""
+    FULL_PRECISION: tl.constexpr = x.dtype == tl.float32 and INPUT_PRECISION == "ieee"
     x = x.to(tl.float32)
     if FEATURE_MAP == ELU or FEATURE_MAP == ELU_RECOMPUTED:
-        return tl.where(x > 0, 1.0, _exp(x, True))
+        return tl.where(x > 0, 1.0, _exp(x, True, FULL_PRECISION))
     elif FEATURE_MAP == RELU:
         return tl.where(x > 0, 1.0, 0.0)
     else:
@@ -185,8 +206,8 @@ def add_product(state, a, b, INPUT_PRECISION: tl.constexpr):
     """state + a b, float32.
 
     A float32 product in full precision is summed up on its own before it is added: one running sum over all positions
-    rounds each term to the digits of the whole state. (Subtracting the negative keeps the compiler from making the state
-    the start of the product.)
+    rounds each term to the digits of the whole state. (Subtracting the negative keeps the compiler from letting the
+    product start from the state.)
     """
     if a.dtype == tl.float32 and INPUT_PRECISION == "ieee":
         return state - tl.dot(-a, b, input_precision=INPUT_PRECISION)
@@ -435,11 +456,13 @@ def kernl_linear_attention_state(
             VALUE_DIM % BLOCK_M != 0,
             WIDE_OFFSETS,
         )  # [CHUNK, BLOCK_M]
-        keys = key_feature(raw, exists, FEATURE_MAP)
+        keys = key_feature(raw, exists, FEATURE_MAP, INPUT_PRECISION)
         if WEIGHTED:
             rows = start + tl.arange(0, CHUNK)
             places = tl.cast(batch_head, tl.int64) * length + rows
-            weight = 1.0 / tl.load(denominator + places, mask=rows < last, other=float("inf"))  # [CHUNK]
+            weight = reciprocal(
+                tl.load(denominator + places, mask=rows < last, other=float("inf")), DTYPE, INPUT_PRECISION
+            )  # [CHUNK]
             row_delta = tl.load(delta + places, mask=rows < last, other=0.0)
             weighted = as_operand(keys, DTYPE).to(tl.float32) * weight[:, None]
             key_sum -= tl.sum(weighted * row_delta[:, None], 0)
@@ -566,7 +589,7 @@ def kernl_linear_attention_forward(
         raw, _ = load_tile(
             query, start, length_q, query_stride_n, KEY_DIM, CHUNK, BLOCK_E, TEST_ROWS, KEY_DIM != BLOCK_E, WIDE_OFFSETS
         )  # [CHUNK, BLOCK_E]
-        queries = as_operand(feature(raw, FEATURE_MAP), DTYPE)
+        queries = as_operand(feature(raw, FEATURE_MAP, INPUT_PRECISION), DTYPE)
         if IS_CAUSAL:
             raw, exists = load_tile(
                 key, start, last, key_stride_n, KEY_DIM, CHUNK, BLOCK_E, TEST_ROWS, KEY_DIM != BLOCK_E, WIDE_OFFSETS
@@ -583,7 +606,7 @@ def kernl_linear_attention_forward(
                 VALUE_DIM % BLOCK_M != 0,
                 WIDE_OFFSETS,
             )  # [CHUNK, BLOCK_M]
-            keys = as_operand(key_feature(raw, exists, FEATURE_MAP), DTYPE)
+            keys = as_operand(key_feature(raw, exists, FEATURE_MAP, INPUT_PRECISION), DTYPE)
             scores = tl.dot(queries, tl.trans(keys), input_precision=INPUT_PRECISION)
             scores = tl.where(below, scores, 0.0)  # [CHUNK, CHUNK]
         inverse = 1.0
@@ -592,7 +615,7 @@ def kernl_linear_attention_forward(
             if IS_CAUSAL:
                 normalizer += tl.sum(scores, 1)
             tl.store(denominator + start + offsets, normalizer, mask=start + offsets < denominator_end)
-            inverse = (1.0 / normalizer)[:, None]
+            inverse = reciprocal(normalizer, DTYPE, INPUT_PRECISION)[:, None]
         if IS_CAUSAL:
             state_operand, state_factor = scaled_tile(state, DTYPE)
             score_operand, score_factor = scaled_rows(scores, DTYPE)

@@ -63,6 +63,7 @@ from kernl.kernels.linear_attention import (
     launch_states,
     load_tile,
     plans,
+    reciprocal,
     scaled_rows,
     scaled_tile,
     segment_length,
@@ -205,7 +206,8 @@ def kernl_linear_attention_backward_query(
             )
             row_delta = tl.sum(grads.to(tl.float32) * outputs.to(tl.float32), 1)  # [CHUNK]
             tl.store(delta + rows, row_delta, mask=rows < delta_end)
-            weight = (1.0 / tl.load(denominator + rows, mask=rows < length_q, other=float("inf")))[:, None]
+            normalizer = tl.load(denominator + rows, mask=rows < length_q, other=float("inf"))  # [CHUNK]
+            weight = reciprocal(normalizer, DTYPE, INPUT_PRECISION)[:, None]
         if IS_CAUSAL:
             raw, exists = load_tile(
                 key,
@@ -219,7 +221,7 @@ def kernl_linear_attention_backward_query(
                 KEY_DIM % BLOCK_E != 0,
                 WIDE_OFFSETS,
             )
-            keys = as_operand(key_feature(raw, exists, FEATURE_MAP), DTYPE)  # [CHUNK, BLOCK_E]
+            keys = as_operand(key_feature(raw, exists, FEATURE_MAP, INPUT_PRECISION), DTYPE)  # [CHUNK, BLOCK_E]
             values, _ = load_tile(
                 value,
                 start,
@@ -267,7 +269,7 @@ def kernl_linear_attention_backward_query(
                 KEY_DIM % BLOCK_E != 0,
                 WIDE_OFFSETS,
             )
-            result *= feature_derivative(raw, FEATURE_MAP)
+            result *= feature_derivative(raw, FEATURE_MAP, INPUT_PRECISION)
         store_tile(
             grad_query,
             result,
@@ -434,7 +436,7 @@ def kernl_linear_attention_backward_key_value(
                 KEY_DIM % BLOCK_E != 0,
                 WIDE_OFFSETS,
             )
-            queries = as_operand(feature(raw, FEATURE_MAP), DTYPE)  # [CHUNK, BLOCK_E]
+            queries = as_operand(feature(raw, FEATURE_MAP, INPUT_PRECISION), DTYPE)  # [CHUNK, BLOCK_E]
             grads, _ = load_tile(
                 grad_output,
                 start,
@@ -449,12 +451,13 @@ def kernl_linear_attention_backward_key_value(
             )  # [CHUNK, BLOCK_M]
             if NORMALIZE:
                 rows = start + offsets
-                weight = 1.0 / tl.load(denominator + rows, mask=rows < length_q, other=float("inf"))  # [CHUNK]
+                normalizer = tl.load(denominator + rows, mask=rows < length_q, other=float("inf"))  # [CHUNK]
+                weight = reciprocal(normalizer, DTYPE, INPUT_PRECISION)
                 row_delta = tl.load(delta + rows, mask=rows < length_q, other=0.0)  # [CHUNK]
             state_operand, state_factor = scaled_tile(state, DTYPE)
 
         if OF_VALUE:
-            keys = as_operand(key_feature(raw_keys, key_exists, FEATURE_MAP), DTYPE)
+            keys = as_operand(key_feature(raw_keys, key_exists, FEATURE_MAP, INPUT_PRECISION), DTYPE)
             if IS_CAUSAL:
                 scores = tl.dot(keys, tl.trans(queries), input_precision=INPUT_PRECISION)  # [CHUNK, CHUNK]
                 if NORMALIZE:
@@ -511,7 +514,7 @@ def kernl_linear_attention_backward_key_value(
             if NORMALIZE:
                 result += query_sum[None, :]
             if FEATURE_MAP != IDENTITY:
-                result *= feature_derivative(raw_keys, FEATURE_MAP)
+                result *= feature_derivative(raw_keys, FEATURE_MAP, INPUT_PRECISION)
             if TEST_ROWS:
                 result = tl.where(counts, result, 0.0)
             store_tile(
