@@ -468,8 +468,6 @@ _T16X16 = LinearConfig(16, 16, 256, 4, 4, k_groups=4)
 _T16X32 = LinearConfig(16, 32, 256, 4, 4, k_groups=4)
 _T64X32 = LinearConfig(64, 32, 128, 4, 4)
 _T64X64 = LinearConfig(64, 64, 128, 4, 4)
-_T64X64_DEEP = LinearConfig(64, 64, 64, 4, 6, split_k=2)
-_LONG_INNER = 1536  # of K, from which the deep pipeline of that one pays
 _P64X128 = LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2)
 _P128X128 = LinearConfig(128, 128, 64, 4, 3, persistent=True, programs_per_sm=2)
 _P128X128_ALONE = LinearConfig(128, 128, 64, 8, 5, persistent=True, store_n=128)
@@ -479,8 +477,8 @@ _HOPPER = {
     32: (_T16X32, _T64X32),
     64: (_T64X32, replace(_T64X32, split_k=4)),
     128: (_T64X32, _T64X64, replace(_T64X64, split_k=2)),
-    256: (_T64X32, _T64X64, _T64X64_DEEP, _P64X128),
-    512: (_T64X32, _T64X64, _T64X64_DEEP, _P64X128),
+    256: (_T64X32, _T64X64, _P64X128),
+    512: (_T64X32, _T64X64, _P64X128),
     2048: (_P64X128, _P128X128, _P128X128_ALONE),
     _ANY: (_P128X128, _P128X256),
 }
@@ -503,19 +501,15 @@ _POINTERS = {
 _FLOAT32 = (LinearConfig(16, 32, 64, 4, 3), LinearConfig(16, 32, 64, 4, 3, split_k=4))
 
 
-def configs(
-    arch: int, rows: int, dtype: torch.dtype, *, tma: bool, inner: int = _LONG_INNER
-) -> tuple[LinearConfig, ...]:
+def configs(arch: int, rows: int, dtype: torch.dtype, *, tma: bool) -> tuple[LinearConfig, ...]:
     """Configurations worth trying for that many rows on sm_{arch}, the expected best not necessarily first.
 
-    inner: K; without it, what a long K is offered.
     tma: operands fit tensor descriptors (see `fits_descriptors`). None for fp32 with many rows: cuBLAS does those.
     """
     if dtype == torch.float32:
         return _FLOAT32 if rows <= 32 else ()
     classes = _HOPPER if arch >= 90 and (tma or rows <= 64) else _POINTERS
-    offered = next(offered for most, offered in classes.items() if rows <= most)
-    return tuple(config for config in offered if config is not _T64X64_DEEP or inner >= _LONG_INNER)
+    return next(offered for most, offered in classes.items() if rows <= most)
 
 
 def fits_descriptors(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:

@@ -309,7 +309,7 @@ def _offered_configs(problem: _Problem) -> tuple[LinearConfig, ...]:
     if transposed and problem.rows > 64:
         return ()  # tiles of a [K, N] weight are read with strides; with few rows that hardly matters
     tma = not transposed and fits_descriptors(input, problem.weights)
-    return configs(problem.arch, problem.rows, input.dtype, tma=tma, inner=inner)
+    return configs(problem.arch, problem.rows, input.dtype, tma=tma)
 
 
 def _may_alternate(problem: _Problem) -> bool:
@@ -369,7 +369,6 @@ _HOPPER_COSTS = {
     "tiles_64x32x128_w4_s4_split4": _Cost(3.90, 0.0, 0.0, 0.151, 5.01),
     "tiles_64x64x128_w4_s4": _Cost(0.30, 1.47, 1.90, 0.037, 0.46),
     "tiles_64x64x128_w4_s4_split2": _Cost(0.98, 2.70, 1.17, 0.067, 0.61),
-    "tiles_64x64x64_w4_s6_split2": _Cost(4.53, 0.0, 0.0, 0.114, 1.13),
     "persistent_64x128x64_w4_s4_2per_sm": _Cost(1.53, 1.39, 3.95, 0.021, 0.41),
     "persistent_128x128x64_w4_s3_2per_sm": _Cost(2.79, 0.06, 6.92, 0.034, 0.35),
     "persistent_128x128x64_w8_s5_store128": _Cost(2.41, 0.99, 4.81, 0.003, 0.25),
