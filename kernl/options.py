@@ -49,7 +49,7 @@ class Options:
         every call, 0.1 ms and more. Only `optimize_model` has the fast way.
     dynamic: True: sizes are symbols, one graph serves every batch and length; False: a graph per size. None: True, and
         for a model that TorchDynamo cannot trace like that, the first size as it is and symbols from the second on.
-        Length 1 has a graph of its own; before torch 2.13, batch 1 may have one too.
+        Length 1 has a graph of its own.
         torch.compile(backend="kernl") takes `dynamic` itself.
     recompile_limit: graphs TorchDynamo may compile for one model before kernl runs new kinds of calls as plain PyTorch
         (with a warning). TorchDynamo's own limit is 8, too few for batch 1, length 1, gradient modes and optional
