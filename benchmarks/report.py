@@ -160,7 +160,8 @@ def section(runs: list[Run]) -> str:
             f"{stamp['gpu']}: torch {stamp['torch']}, triton {stamp['triton']}, transformers {stamp['transformers']}, "
             f"commit {stamp['commit']}, {stamp['date'][:10]}{_runs(run)}.{targets_met(run, model)}\n\n"
             f"{bert_table(run, model)}\n\n"
-            f"What else a call costs. kernl compiles at the first shape, Inductor at each.\n\n{cost_table(run, model)}\n"
+            "What else a call costs. kernl compiles at the first shape, Inductor at each.\n\n"
+            f"{cost_table(run, model)}\n"
         )
     return "\n".join(parts)
 

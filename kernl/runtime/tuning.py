@@ -120,6 +120,20 @@ _warned: set[str] = set()
 _defaults_only: ContextVar[bool] = ContextVar("kernl_tuning_defaults_only", default=False)
 
 
+@dataclass
+class Trial:
+    """Choices made by hand, see `trial_of`. Both by (op, problem as text).
+
+    forced: names to choose where they are offered. met: what was asked for, with the names on offer and the answer.
+    """
+
+    forced: dict[tuple[str, str], str] = field(default_factory=dict)
+    met: dict[tuple[str, str], tuple[tuple[str, ...], str]] = field(default_factory=dict)
+
+
+_trial: ContextVar[Trial | None] = ContextVar("kernl_tuning_trial", default=None)
+
+
 def choose(
     op: str,
     problem: tuple[Any, ...],
@@ -144,6 +158,18 @@ def choose(
 
     Raises ValueError when `default` is not among the names of the candidates.
     """
+    trial = _trial.get()
+    if trial is not None:
+        names_on_offer = tuple(each.name for each in (candidates() if callable(candidates) else candidates))
+        forced = trial.forced.get((op, problem_text(problem)))
+        with trial_of(None):
+            answer = (
+                forced
+                if forced in names_on_offer
+                else choose(op, problem, candidates, default=default, cold=cold, trusted=trusted, timer=timer, gpu=gpu)
+            )
+        trial.met[op, problem_text(problem)] = (names_on_offer, answer)
+        return answer
     mode = _mode(trusted)
     if mode == "off" or _defaults_only.get() or torch.are_deterministic_algorithms_enabled():
         return default
@@ -208,6 +234,19 @@ def defaults_only() -> Iterator[None]:
         yield
     finally:
         _defaults_only.reset(token)
+
+
+@contextlib.contextmanager
+def trial_of(trial: Trial | None) -> Iterator[None]:
+    """Inside, in this thread, choices that `trial` forces are those, and `trial` notes all that is asked for.
+
+    For measuring whole models with one implementation or another. Nothing of it is remembered.
+    """
+    token = _trial.set(trial)
+    try:
+        yield
+    finally:
+        _trial.reset(token)
 
 
 def choices() -> list[TuningEntry]:

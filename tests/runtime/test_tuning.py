@@ -128,6 +128,18 @@ def test_an_unknown_default_is_an_error_that_names_the_candidates() -> None:
         pick(Clock({}), named("a", "b"), default="z")
 
 
+def test_a_trial_forces_and_notes_choices_and_leaves_no_trace() -> None:
+    clock = Clock({"a": 2.0, "b": 1.0})
+    text = tuning.problem_text(PROBLEM)
+    trial = tuning.Trial(forced={("linear", text): "a"})
+    with tuning.trial_of(trial):
+        assert pick(clock, named("a", "b"), default="b") == "a" and clock.timed == []
+    assert trial.met == {("linear", text): (("a", "b"), "a")}
+    with tuning.trial_of(tuning.Trial(forced={("linear", text): "c"})) as _:
+        assert pick(clock, named("a", "b")) == "b"  # not on offer: measured as ever
+    assert pick(clock, named("a", "b")) == "b"
+
+
 def test_only_one_candidate_is_never_measured() -> None:
     assert pick(Clock({}), named("a")) == "a"
 
