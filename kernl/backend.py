@@ -40,7 +40,8 @@ from kernl.options import Options
 from kernl.report import GraphReport, Report, reason_of, warn_once
 from kernl.runtime import tuning
 from kernl.runtime.capability import capability_of, find_cpp_compiler
-from kernl.runtime.cuda_graph import CudaGraphRunner
+from kernl.runtime.capture_device import CaptureDevice
+from kernl.runtime.cuda_graph import RARE, CudaGraphRunner
 
 Runnable = Callable[..., Any]
 
@@ -416,7 +417,7 @@ def capture_when_possible(
 
 
 # Reasons of the runner that are the caller's doing, not a failure.
-_ORDINARY_SKIPS = frozenset({"gradients are needed", "the caller is capturing a graph itself"})
+_ORDINARY_SKIPS = frozenset({"gradients are needed", "the caller is capturing a graph itself", RARE})
 
 
 class WeightsChanged(RuntimeError):
@@ -457,6 +458,9 @@ class InsistentRunner(CudaGraphRunner):
 
     def run_plainly(self, reason: str, inputs: Sequence[Any]) -> Any:
         raise CannotCapture(f'cuda_graph="always", but this call cannot be captured: {reason}')
+
+    def _admits(self, key: tuple[object, ...], device: CaptureDevice) -> bool:
+        return True
 
 
 def run_plain(plain: Runnable, entry: GraphReport, report: Report, reason: str) -> Runnable:

@@ -37,7 +37,8 @@ class Options:
         better, which is "eager" (a replayed CUDA graph hides launches, and the patterns take most of the rest).
     cuda_graph: "auto": replay a CUDA graph wherever one can be captured, run plain calls elsewhere and report why.
         "always": a call that cannot be captured is an error (gradients and the CPU included). "never": plain calls.
-    max_graphs: CUDA graphs kept per compiled graph, one per concrete shape; the least recently used go first.
+    max_graphs: CUDA graphs kept per compiled graph, one per concrete shape. With more shapes than that, those that come
+        most often get one, the others run without.
     static_outputs: hand out the CUDA graph's own output buffers. Saves a copy of each output, but the next call with
         the same shapes overwrites them.
     strict: raise where kernl would otherwise warn and run plain PyTorch (a rewrite, a lowering, a capture that fails).

@@ -14,7 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # name that fits, so `kernl.ops` rules for every file in there.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "kernl.kernels": ("kernl.kernels",),
-    "kernl.ops": ("kernl.ops", "kernl.kernels", "kernl.runtime.capability", "kernl.runtime.tuning"),
+    "kernl.ops": (
+        "kernl.ops",
+        "kernl.kernels",
+        "kernl.runtime.capability",
+        "kernl.runtime.capture_order",
+        "kernl.runtime.tuning",
+    ),
     "kernl.runtime": ("kernl.runtime",),
     "kernl.graph": ("kernl.graph",),
     "kernl.patterns": ("kernl.patterns", "kernl.graph", "kernl.ops"),

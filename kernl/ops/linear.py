@@ -51,6 +51,7 @@ from kernl.ops.common import (
     use_pdl,
 )
 from kernl.runtime.capability import capability_of
+from kernl.runtime.capture_order import graphs_take_turns
 from kernl.runtime.tuning import Candidate, choose, known_choice
 
 Implementation = Callable[[], object]
@@ -153,10 +154,10 @@ class _Counters:
     """Zeroed int32 cells for split-K, which every launch leaves zeroed.
 
     Two launches that may run at the same time must not share cells. Eager launches of one stream run one after the
-    other, so a stream has cells of its own; a captured launch keeps fresh cells for itself, since its graph may be
-    replayed on any stream but never overlaps with itself. The pool (1 MiB) is made outside captures and holds cells for
-    thousands of captured launches; when it is used up there are no cells, which is said once, and the caller takes a
-    way that needs none.
+    other, so a stream has cells of its own, and so have all graphs that are replayed in turn. A launch captured by
+    somebody else keeps fresh cells for itself, since its graph may be replayed on any stream but never overlaps with
+    itself. The pool (1 MiB) is made outside captures and holds cells for thousands of such launches; when it is used up
+    there are no cells, which is said once, and the caller takes a way that needs none.
     """
 
     POOL = 1 << 18
@@ -166,7 +167,7 @@ class _Counters:
         self._lock = threading.Lock()
         self._pools: dict[torch.device, torch.Tensor] = {}
         self._used: dict[torch.device, int] = {}
-        self._of_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._of_stream: dict[tuple[torch.device, int | None], torch.Tensor] = {}
         self._said = False
 
     def take(self, device: torch.device, count: int) -> torch.Tensor | None:
@@ -174,18 +175,19 @@ class _Counters:
         if device.type == "cpu":
             return torch.zeros(count, dtype=torch.int32)
         capturing = is_capturing()
-        stream = torch.cuda.current_stream(device).cuda_stream
+        in_turn = capturing and graphs_take_turns()
         with self._lock:
-            if not capturing:
-                if count > self.PER_STREAM:
-                    return None
-                cells = self._of_stream.get((device, stream))
-                if cells is None:
-                    cells = self._slice(device, self.PER_STREAM, may_allocate=True)
-                    if cells is not None:
-                        self._of_stream[(device, stream)] = cells
-                return cells
-            return self._slice(device, count, may_allocate=False)
+            if capturing and (not in_turn or count > self.PER_STREAM):
+                return self._slice(device, count, may_allocate=False)
+            if count > self.PER_STREAM:
+                return None
+            owner = None if in_turn else torch.cuda.current_stream(device).cuda_stream
+            cells = self._of_stream.get((device, owner))
+            if cells is None:
+                cells = self._slice(device, self.PER_STREAM, may_allocate=not capturing)
+                if cells is not None:
+                    self._of_stream[(device, owner)] = cells
+            return cells
 
     def _slice(self, device: torch.device, count: int, *, may_allocate: bool) -> torch.Tensor | None:
         pool = self._pools.get(device)

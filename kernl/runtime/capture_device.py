@@ -63,6 +63,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from kernl.runtime.capture_order import capturing_in_turn
+
 
 class Evictable(Protocol):
     """Something that holds graphs of a device and can drop them all."""
@@ -325,7 +327,8 @@ class CudaCaptureDevice:
             graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
             self._workspace_owners.add(threading.get_ident())
             try:
-                outputs = function(*arguments)
+                with capturing_in_turn():
+                    outputs = function(*arguments)
             except BaseException:
                 with contextlib.suppress(Exception):
                     self._end(graph)

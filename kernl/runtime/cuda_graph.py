@@ -20,12 +20,12 @@ Inputs the function writes to are copied back after each replay. They are declar
 capturing, by the version counter of the buffer. Inputs used by address are simply written.
 
 A call runs plainly, with the reason counted in `skips`, when no input is on a GPU, when autograd would record it,
-when the caller is itself capturing, when inputs are of a kind a graph cannot take, and when capturing has failed: a
-key is not tried twice, and after three failures in a row no further one is tried. Running out of memory drops all
-graphs of the device and tries once more.
+when the caller is itself capturing, when inputs are of a kind a graph cannot take, when all places for graphs are taken
+by kinds of calls that come more often, and when capturing has failed: a key is not tried twice, and after three
+failures in a row no further one is tried. Running out of memory drops all graphs of the device and tries once more.
 
 Memory: see capture_device.py. All graphs of a device share a pool, buffers of inputs are shared by the graphs of a
-runner, at most `max_graphs` are kept, the one replayed least recently goes first.
+runner, at most `max_graphs` are kept. Which of more kinds of calls get one: see admission.py.
 
 Threads: first calls run one after the other, in the whole process; replays do not wait for them. A replay holds its
 device's lock while it enqueues, and the work of two streams is ordered, not overlapped.
@@ -43,10 +43,13 @@ from typing import Any
 
 import torch
 
+from kernl.runtime.admission import Admission
 from kernl.runtime.capture_device import CaptureDevice, Graph, cuda_capture_device, first_call_lock
 from kernl.runtime.graph_key import Uncapturable, graph_key, needs_gradient
 from kernl.runtime.output_plan import OutputPlan
 from kernl.runtime.static_inputs import InputCopies, StaticInputs
+
+RARE = "all places for graphs are taken, by shapes that come more often (option max_graphs)"
 
 _MAX_FAILURES_IN_A_ROW = 3
 _MAX_MOVES = 8
@@ -66,7 +69,8 @@ class CudaGraphRunner:
     fixed_inputs: indices of parameters and buffers. They are read and written where they are, never copied. When one
         moves (`p.data = ...`), the next call captures anew.
     mutated_inputs: indices of inputs known to be written, beyond those that are noticed.
-    max_graphs: graphs kept per device.
+    max_graphs: graphs kept per device. Once there are that many, a new kind of call gets a graph, in place of the least
+        recently used one, when it comes more often (see `admission`); until then it runs plainly.
     static_outputs: hand out the graph's own output tensors. The next replay of that graph overwrites them.
     capture_device: where to capture; by default the GPU the inputs are on.
     on_skip: called with the reason the first time a call runs plainly for it.
@@ -105,6 +109,7 @@ class CudaGraphRunner:
         self._moves: Counter[tuple[object, ...]] = Counter()
         self._static_inputs: dict[torch.device, StaticInputs] = {}
         self._devices: set[CaptureDevice] = set()
+        self._admission = Admission(max_graphs)
         self._failures_in_a_row = 0
         self._clock = itertools.count()
 
@@ -173,6 +178,7 @@ class CudaGraphRunner:
                 buffers.clear()
             self._refused.clear()
             self._moves.clear()
+            self._admission.clear()
             self._failures_in_a_row = 0
         for device in devices:
             device.release_if_idle()
@@ -225,6 +231,8 @@ class CudaGraphRunner:
         device = cuda_capture_device(place) if self._given_device is None else self._given_device
         if device.is_capturing():
             return self.run_plainly("the caller is capturing a graph itself", inputs)
+        if not self._admits(key, device):
+            return self.run_plainly(RARE, inputs)
         with self._lock:
             self._devices.add(device)
             device.runners.add(self)
@@ -239,6 +247,14 @@ class CudaGraphRunner:
                         self._capture(key, device, static_inputs, inputs)
                 return results
         return self(*inputs)  # another thread was first
+
+    def _admits(self, key: tuple[object, ...], device: CaptureDevice) -> bool:
+        """Whether there is a place for a graph of this key, or this key deserves that of another one."""
+        with self._lock:
+            peers = [graph for graph in self._graphs.values() if graph.device is device]
+            if len(peers) < self._max_graphs:
+                return True
+            return self._admission.admits(key, min(peers, key=lambda graph: graph.last_used), peers)
 
     def _first_result(self, key: tuple[object, ...], device: CaptureDevice, inputs: Sequence[Any]) -> Any:
         """The function's own result, copied out of the memory it was computed in."""
@@ -327,7 +343,7 @@ class CudaGraphRunner:
 class CapturedGraph:
     """One graph, the buffers it reads and the way its outputs are handed out.
 
-    `last_used` is a tick of the runner's clock: the least of them is evicted first.
+    `last_used` is a tick of the runner's clock: the least of them is evicted first. `uses`: replays of late.
     """
 
     def __init__(
@@ -340,6 +356,7 @@ class CapturedGraph:
     ) -> None:
         self.key = key
         self.last_used = next(runner._clock)
+        self.uses = 0
         self._tick = runner._clock.__next__
         self._runner = runner
         self.device = device
@@ -445,6 +462,7 @@ class CapturedGraph:
         copies.fill(inputs)
         graph.replay()
         self.last_used = self._tick()
+        self.uses += 1
         if self._written:
             copies.copy_back(inputs, self._written)
         return plan.make(inputs)

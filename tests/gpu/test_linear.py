@@ -17,6 +17,7 @@ from kernl.ops.linear import (
     reference_linear,
 )
 from kernl.runtime.capability import capability_of
+from kernl.runtime.capture_order import capturing_in_turn
 from kernl.runtime.tuning import defaults_only
 from kernl.testing import assert_within_budget
 from tests.ops.test_linear import plain_linear
@@ -183,8 +184,13 @@ def test_counters_never_overlap_and_run_out_safely() -> None:
         assert fresh.take(DEVICE, 40) is None, "a pool made while capturing would belong to the graph"
         captured = [counters.take(DEVICE, 40) for _ in range(2)]
         assert captured[0].data_ptr() != captured[1].data_ptr()
+        with capturing_in_turn():
+            in_turn = [counters.take(DEVICE, 40) for _ in range(2)]
+        assert in_turn[0].data_ptr() == in_turn[1].data_ptr() not in {cells.data_ptr() for cells in captured}
         while counters.take(DEVICE, 1 << 16) is not None:
             pass
+        with capturing_in_turn():
+            assert counters.take(DEVICE, 40).data_ptr() == in_turn[0].data_ptr(), "graphs in turn never use them up"
         torch.zeros(1, device=DEVICE)  # a graph must not be empty
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from kernl.runtime import cuda_graph, tuning
 from kernl.runtime.capability import capability_of
 from kernl.runtime.capture_device import cuda_capture_device
-from kernl.runtime.cuda_graph import CudaGraphRunner
+from kernl.runtime.cuda_graph import RARE, CudaGraphRunner
 from kernl.runtime.tuning import Candidate, choose
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -262,11 +262,11 @@ def test_two_threads_make_first_calls_all_the_time(weights: tuple[torch.Tensor, 
         runner = runner_of(max_graphs=4)
         for size in range(1, 60):
             x = torch.randn(size, 64, device="cuda", generator=generator)
-            outputs = [runner(*weights, x) for _ in range(3)]
+            outputs = [runner(*weights, x) for _ in range(8)]  # enough of them for a place among the graphs
             expected = network(*weights, x)
             if not all(torch.allclose(a, b, atol=1e-4) for got in outputs for a, b in zip(got, expected)):
                 wrong.append(f"thread {thread}, {size} rows")
-        if runner.skips:
+        if set(runner.skips) != {RARE}:
             wrong.append(str(runner.skips))
 
     in_two_threads(work, wrong)

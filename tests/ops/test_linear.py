@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from kernl.ops.linear import (
     reference_linear,
     reference_merged_linear,
 )
+from kernl.runtime.capture_order import capturing_in_turn
 from kernl.testing import assert_within_budget
 from tests.conftest import KernelRun
 
@@ -758,3 +761,24 @@ def test_merged_reference_is_the_separate_layers(rng: torch.Generator) -> None:
     input, weights, biases = draw_operands(rng, 3, 8, (4, 6), torch.float32, torch.device("cpu"))
     for output, weight, bias in zip(reference_merged_linear(input, weights, biases), weights, biases, strict=True):
         torch.testing.assert_close(output, F.linear(input, weight, bias), rtol=0, atol=0)
+
+
+def test_captured_launches_share_counters_only_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs come and go for as long as a process lives, so those of kernl's runner must not use cells up."""
+    counters, device = _Counters(), torch.device("meta")
+    ops = importlib.import_module("kernl.ops.linear")
+    capturing = False
+    monkeypatch.setattr(ops, "is_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7, synchronize=int))
+    of_stream = counters.take(device, 40)
+    assert of_stream is counters.take(device, 9)
+    capturing = True
+    used = counters._used[device]
+    alone = [counters.take(device, 40) for _ in range(2)]
+    assert counters._used[device] == used + 2 * 64 and alone[0] is not alone[1]
+    with capturing_in_turn():
+        shared = [counters.take(device, 40) for _ in range(100)]
+        assert all(cells is shared[0] for cells in shared) and shared[0] is not of_stream
+        large = counters.take(device, _Counters.PER_STREAM + 1)
+        assert large is not None and large.numel() == _Counters.PER_STREAM + 1
+    assert counters._used[device] == used + 2 * 64 + _Counters.PER_STREAM + _Counters.PER_STREAM + 32
