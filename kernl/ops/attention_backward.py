@@ -39,7 +39,7 @@ from kernl.ops.attention_common import (
     with_padding_recognised,
     without_padded,
 )
-from kernl.ops.common import define_op, empty, on_device_of, use_pdl
+from kernl.ops.common import define_op, empty, is_recorded, on_device_of, use_pdl
 from kernl.runtime.capability import capability_of
 from kernl.runtime.tuning import Candidate, choose
 
@@ -206,8 +206,7 @@ def _attention_backward(*arguments: Any) -> Gradients:
     request = _request(*arguments)
     query, key, value, scoring = request.query, request.key, request.value, request.scoring
     # The formulas are PyTorch operations, which autograd records when somebody wants a second derivative.
-    wants_second = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    if wants_second or request.needs_bias_grad or not kernel_takes(query, key, value, scoring):
+    if is_recorded(arguments) or request.needs_bias_grad or not kernel_takes(query, key, value, scoring):
         return reference_backward(request)
     scoring = with_padding_recognised(scoring, query.shape[0], key.shape[2])
     request = dataclasses.replace(request, scoring=scoring)
@@ -297,4 +296,5 @@ attention_backward_op = define_op(
     f"{SCORING_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_attention_backward,
     fake=lambda *arguments: _allocate_gradients(_request(*arguments)),
+    autograd="recorded",
 )

@@ -23,7 +23,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -110,6 +110,13 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def is_recorded(arguments: Iterable[Any]) -> bool:
+    """Whether autograd records what is done with these arguments."""
+    return torch.is_grad_enabled() and any(
+        isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments
+    )
+
+
 def may_prefetch(tensor: torch.Tensor) -> bool:
     """Whether a kernel may read this tensor before its predecessor in the stream has finished.
 
@@ -157,7 +164,7 @@ def define_op(
     cpu: Callable[..., Any],
     cuda: Callable[..., Any] | None = None,
     fake: Callable[..., Any],
-    autograd: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+    autograd: tuple[Callable[..., None], Callable[..., Any]] | Literal["recorded"] | None = None,
     autocast: Callable[..., Any] | None = None,
     ahead: Callable[..., Iterator[Ahead]] | None = None,
     tags: Sequence[torch.Tag] = (),
@@ -168,7 +175,8 @@ def define_op(
         that equal a default of the schema: functions that are to take them need that default as well.
     cpu, cuda: implementations; cuda defaults to the one for the CPU.
     fake: same signature, gives empty outputs of the right shape, type, strides and device; it must not branch on sizes.
-    autograd: (setup_context(ctx, inputs, output), backward(ctx, *grads)).
+    autograd: (setup_context(ctx, inputs, output), backward(ctx, *grads)); or "recorded" for an implementation that uses
+        nothing but PyTorch's operations whenever an operand requires a gradient, which autograd then records.
     autocast: `autocast(dtype, device_type, *args, **kwargs)` runs with autocast off for this op; it casts what it wants
         and calls the op.
     ahead: for the arguments of a call, one pair (key, function) for each compiled kernel that the op could choose for
@@ -181,7 +189,9 @@ def define_op(
     LIB.impl(name, cpu, "CPU")
     LIB.impl(name, cuda or cpu, "CUDA")
     torch.library.register_fake(f"kernl::{name}", fake, lib=LIB)
-    if autograd is not None:
+    if autograd == "recorded":
+        LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    elif autograd is not None:
         setup_context, backward = autograd
         torch.library.register_autograd(f"kernl::{name}", backward, setup_context=setup_context, lib=LIB)
     if autocast is not None:

@@ -23,7 +23,7 @@ from kernl.kernels.linear_attention_backward import (
     linear_attention_backward,
 )
 from kernl.ops.attention_common import empty_by_rows
-from kernl.ops.common import define_op, empty, on_device_of, use_pdl
+from kernl.ops.common import define_op, empty, is_recorded, on_device_of, use_pdl
 from kernl.ops.linear_attention_common import (
     dense,
     fits_kernels,
@@ -147,9 +147,7 @@ def _linear_attention_backward(*arguments: Any) -> Gradients:
     request = _request(*arguments)
     problem = request.problem
     # The formulas are PyTorch operations, which autograd records when somebody wants a second derivative.
-    wants_second = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (problem.query, problem.key, problem.value, request.grad_output)
-    )
+    wants_second = is_recorded(arguments)
     if wants_second or not fits_kernels(problem) or offered_tilings(problem) is None:
         if wants_second:
             # Through the results too, which the formulas of the gradient read.
@@ -182,4 +180,5 @@ linear_attention_backward_op = define_op(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_linear_attention_backward,
     fake=lambda *arguments: allocate_gradients(_request(*arguments).problem),
+    autograd="recorded",
 )

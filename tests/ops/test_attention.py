@@ -414,7 +414,7 @@ def tilings() -> list[Configuration]:
 
 @pytest.mark.parametrize(
     ("tiling", "padding"),
-    zip(tilings(), itertools.cycle(("both", "holes", ""))),
+    list(zip(tilings(), itertools.cycle(("both", "holes", "")))),
     ids=lambda part: getattr(part, "name", part),
 )
 def test_tilings(

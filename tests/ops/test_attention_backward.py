@@ -248,7 +248,7 @@ def _id(row: dict[str, Any]) -> str:
     return "-".join(str(value).replace("torch.", "").replace(" ", "") for value in row.values())
 
 
-@pytest.mark.parametrize("row", pairwise(AXES), ids=_id)
+@pytest.mark.parametrize("row", list(pairwise(AXES)), ids=_id)
 def test_every_pair_of_features(row: dict[str, Any], rng: torch.Generator, kernels: KernelRun) -> None:
     row = dict(row)
     dtype, of_logsumexp = row.pop("dtype"), row.pop("of_logsumexp")
@@ -452,7 +452,7 @@ def tilings() -> list[kernel_file.BackwardConfiguration]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("tiling", tilings(), ids=lambda tiling: tiling.name)
+@pytest.mark.parametrize("tiling", list(tilings()), ids=lambda tiling: tiling.name)
 def test_tilings(
     tiling: kernel_file.BackwardConfiguration,
     rng: torch.Generator,
@@ -560,3 +560,19 @@ def test_opcheck() -> None:
         torch.library.opcheck(
             attention_backward_op, (torch.randn(output.shape), grad_logsumexp, *operands[:3], *results, *scoring)
         )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("features", ("plain", "causal", "bias"))
+def test_second_derivatives(rng: torch.Generator, features: str) -> None:
+    leaves = [torch.randn(1, 2, 5, 4, generator=rng, dtype=torch.float64) for _ in range(3)]
+    if features == "bias":
+        leaves.append(torch.randn(1, 2, 5, 5, generator=rng, dtype=torch.float64))
+    leaves = [tensor.requires_grad_() for tensor in leaves]
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        bias = tensors[3] if len(tensors) > 3 else None
+        return attention(*tensors[:3], attn_mask=bias, is_causal=features == "causal")
+
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)

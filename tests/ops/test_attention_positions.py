@@ -212,7 +212,7 @@ def baseline(
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), zip(CASES, itertools.cycle(DTYPES)), ids=lambda part: getattr(part, "text", str(part))
+    ("case", "dtype"), list(zip(CASES, itertools.cycle(DTYPES))), ids=lambda part: getattr(part, "text", str(part))
 )
 def test_kernel(case: Case, dtype: torch.dtype, rng: torch.Generator, kernels: KernelRun) -> None:
     tensors, options = draw(case, dtype, rng)

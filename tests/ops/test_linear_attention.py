@@ -361,6 +361,7 @@ def test_formulas(rng: torch.Generator, case: Case) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("causal", [False, True])
 def test_second_derivatives(rng: torch.Generator, causal: bool) -> None:
     inputs = draw(Case((5, 5), (3, 2), batch=1, causal=causal, with_state=True), torch.float64, rng)
