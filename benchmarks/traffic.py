@@ -8,7 +8,8 @@ Parts:
 
     first      in processes of their own: the first call of an empty cache on disk, then of the cache the first process
                has left, and in each of them the first calls of 50 other shapes (median, 95th percentile, worst)
-    host       from the call to its return on an idle GPU, with three inputs; beside it Inductor's reduce-overhead
+    host       from the call to its return on an idle GPU (`host_us`), and until its CUDA graph is launched
+               (`launch_us`), with three inputs; beside it Inductor's reduce-overhead
     memory     bytes reserved beyond the weights with graphs for 64 shapes, over those of the largest shape alone
     traffic    requests one after the other: lengths log-normal from 8 to 512 (median 64), batches 1 to 16, a fresh
                random mask each; every peer serves the same requests in the same order, its first calls apart
@@ -198,9 +199,39 @@ def measure_host(arguments: argparse.Namespace, results: Results) -> None:
         for _ in range(3):
             output = serve(inputs).clone()
         microseconds = 1e3 * time_host(lambda: serve(inputs), calls=200, warmup=20)  # noqa: B023
-        results.add(part="host", peer=name, host_us=microseconds, passed=_close(output.cpu(), baseline))
-        print(f"host time, {name}: {microseconds:.0f} us", flush=True)
+        launch_us = time_to_launch(lambda: serve(inputs), calls=200)  # noqa: B023
+        row = {"host_us": microseconds, "launch_us": launch_us}
+        results.add(part="host", peer=name, **row, passed=_close(output.cpu(), baseline))
+        launched = "no CUDA graph" if launch_us is None else f"{launch_us:.0f} us until the graph is launched"
+        print(f"host time, {name}: {microseconds:.0f} us, {launched}", flush=True)
         undo()
+
+
+def time_to_launch(call: Callable[[], Any], calls: int) -> float | None:
+    """Microseconds (median) from a call, with an idle GPU, until the CUDA graph it replays has been launched.
+
+    None where no graph of PyTorch's class is replayed.
+    """
+    launched: list[float] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def noted(graph: torch.cuda.CUDAGraph) -> None:
+        replay(graph)
+        launched.append(time.perf_counter())
+
+    samples = []
+    torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]
+    try:
+        for _ in range(calls):
+            synchronize()
+            launched.clear()
+            started = time.perf_counter()
+            call()
+            if launched:
+                samples.append((launched[-1] - started) * 1e6)
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    return statistics.median(samples) if samples else None
 
 
 @torch.inference_mode()
