@@ -6,7 +6,8 @@
 Models that get their attention from transformers' `AttentionInterface`, which most do, then call `kernl.ops.attention`:
 grouped-query attention without a copy of keys and values, Gemma's softcap, T5's position bias. Masks are those of
 "sdpa": bool, and none at all where nothing is hidden or a causal flag says it. Dropout on probabilities (in training)
-goes to PyTorch's sdpa, which has it. Models that compute attention by themselves go on doing so, and the user is told.
+goes to PyTorch's sdpa, but for models with a softcap, which sdpa has not. Models that compute attention by themselves
+go on doing so, and the user is told.
 """
 
 from __future__ import annotations
@@ -82,34 +83,21 @@ def attention_of_module(
         )
     if kwargs.get("output_attentions"):
         warn_once("output_attentions", 'attn_implementation="kernl" gives no attention weights; use "eager" for these')
-    if dropout > 0.0:
+    if dropout > 0.0 and softcap is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        if softcap is not None:
-            raise NotImplementedError(
-                'attn_implementation="kernl" has a softcap or dropout, not both: set attention_dropout=0 or use "eager"'
-            )
         common = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **common, **kwargs)
         return output, None
     is_decoder = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(query.shape[2] > 1 and attention_mask is None and is_decoder)
-    output = attention(
-        query,
-        key,
-        value,
-        attn_mask=_joined(attention_mask, position_bias, key.dtype),
-        is_causal=causal,
-        scale=scaling,
-        softcap=softcap,
-    )
+    masks: dict[str, Any] = {"attn_mask": attention_mask}
+    if position_bias is not None:
+        if attention_mask is None or attention_mask.dtype != torch.bool:
+            masks = {"attn_mask": position_bias if attention_mask is None else attention_mask + position_bias}
+        else:
+            # Apart, so that nothing of [batch, heads, seqlen_q, seqlen_k] is made. To eager models, which add the
+            # lowest number to hidden scores, all keys of a query that sees none look the same.
+            masks |= {"bias": position_bias, "hidden_rows": "mean"}
+    output = attention(query, key, value, is_causal=causal, scale=scaling, softcap=softcap, dropout_p=dropout, **masks)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _joined(mask: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask and a bias as one. Hidden keys get the lowest number, as transformers writes it for a bias."""
-    if bias is None or mask is None:
-        return mask if bias is None else bias
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, torch.finfo(dtype).min)
-    return bias + mask

@@ -120,6 +120,23 @@ def test_outputs_are_those_of_eager(name: str, padding: str, calls: list[dict[st
     torch.testing.assert_close(got[visible], want[visible], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_mask_and_position_bias_stay_apart(dtype: torch.dtype, calls: list[dict[str, Any]]) -> None:
+    """Nothing of [batch, heads, seqlen, seqlen] is made, and a text of nothing but padding comes out as with eager."""
+    eager, ours = (model.to(dtype) for model in pair("t5"))
+    inputs = inputs_of("t5", "right")
+    inputs["attention_mask"][2] = 0
+    with torch.no_grad():
+        got, want = first(ours(**inputs)), first(eager(**inputs))
+    steps = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+    torch.testing.assert_close(got, want, rtol=0, atol=steps[dtype] * float(want.abs().max()))
+    encoder = [call for call in calls if call["shapes"][0][2] == 11]
+    assert len(encoder) == 2
+    for call in encoder:
+        assert call["attn_mask"].dtype == torch.bool and call["attn_mask"].shape[1] == 1
+        assert call["bias"].shape == (1, 4, 11, 11)
+
+
 def test_no_copies_of_grouped_keys_and_no_mask_where_a_flag_says_it(calls: list[dict[str, Any]]) -> None:
     _, ours = pair("llama")
     ours(**inputs_of("llama", "none"))
@@ -195,5 +212,14 @@ def test_what_it_does_not_have() -> None:
     x = torch.randn(1, 2, 3, 4)
     with pytest.raises(NotImplementedError, match="no attention sinks"):
         hf_attention.attention_of_module(nn.Module(), x, x, x, None, s_aux=torch.ones(2))
-    with pytest.raises(NotImplementedError, match="a softcap or dropout, not both"):
-        hf_attention.attention_of_module(nn.Module(), x, x, x, None, dropout=0.1, softcap=2.0)
+
+
+def test_softcap_and_dropout() -> None:
+    """On average over masks the output is that without dropout."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    arguments = (nn.Module(), query, key, value, None)
+    plain, _ = hf_attention.attention_of_module(*arguments, softcap=2.0)
+    outputs = [hf_attention.attention_of_module(*arguments, softcap=2.0, dropout=0.3)[0] for _ in range(2000)]
+    assert not torch.equal(outputs[0], outputs[1])
+    torch.testing.assert_close(torch.stack(outputs).mean(0), plain, rtol=0, atol=0.06)
