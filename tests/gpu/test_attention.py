@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernl.ops.attention import attention, implementations, reference_attention
+from kernl.ops.attention_backward import Request, backward_implementations
 from kernl.ops.attention_common import op_arguments, scoring_of_op
 from kernl.testing import assert_within_budget, poisoned
 from tests.conftest import KernelRun
@@ -209,6 +211,73 @@ def test_gradients(rng: torch.Generator) -> None:
     expected = torch.autograd.grad(reference_attention(*wide, key_padding=key_padding)[0], wide, grad.double())
     for one, other in zip(actual, expected):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+BACKWARD_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "grouped": {"is_causal": True, "key_heads": 2},
+    "window": {"window": (60, 20)},
+    "padding": {"key_padding": True},
+    "bool mask": {"attn_mask": "bool"},
+    "bias with gradient": {"attn_mask": "float"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("case", BACKWARD_CASES)
+def test_every_backward_implementation_on_offer(
+    rng: torch.Generator, case: str, head_dim: int, dtype: torch.dtype
+) -> None:
+    options = dict(BACKWARD_CASES[case])
+    batch, heads, seqlen_q, seqlen_k = 2, 4, 190, 190
+    query, key, value = draw(rng, (batch, heads, options.pop("key_heads", heads), seqlen_q, seqlen_k, head_dim), dtype)
+    grad = torch.randn(query.shape, generator=rng).to("cuda").to(dtype)
+    visible = torch.ones(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool, device="cuda")
+    offsets = torch.arange(seqlen_k, device="cuda") - torch.arange(seqlen_q, device="cuda")[:, None]
+    if options.get("is_causal"):
+        visible = visible & (offsets <= 0)
+    if "window" in options:
+        visible = visible & (offsets >= -60) & (offsets <= 20)
+    if "key_padding" in options:
+        options["key_padding"] = padding(rng, batch, seqlen_k)
+        visible = visible & options["key_padding"][:, None, None, :]
+    mask_kind = options.pop("attn_mask", None)
+    bias = None
+    if mask_kind == "bool":
+        visible = options["attn_mask"] = torch.rand(batch, 1, seqlen_q, seqlen_k, generator=rng).to("cuda") > 0.3
+    elif mask_kind == "float":
+        bias = options["attn_mask"] = torch.randn(1, heads, seqlen_q, seqlen_k, generator=rng).to("cuda").to(dtype)
+
+    def gradients_by_autograd(kind: torch.dtype) -> list[torch.Tensor]:
+        leaves = [tensor.detach().to(kind).requires_grad_() for tensor in (query, key, value)]
+        added = torch.zeros(visible.shape, dtype=kind, device="cuda").masked_fill(~visible, -math.inf)
+        if bias is not None:
+            leaves.append(bias.detach().to(kind).requires_grad_())
+            added = leaves[3]
+        with sdpa_kernel(SDPBackend.MATH):
+            output = F.scaled_dot_product_attention(*leaves[:3], attn_mask=added, enable_gqa=True)
+        return list(torch.autograd.grad(output, leaves, grad.to(kind)))
+
+    expected, plain = gradients_by_autograd(torch.float64), gradients_by_autograd(dtype)
+    output, logsumexp = attention(query, key, value, return_logsumexp=True, **options)
+    scoring = scoring_of_op(*op_arguments(head_dim, **options))
+    request = Request(query, key, value, scoring, output, logsumexp, grad, None, bias is not None, False)
+    runs, _, _ = backward_implementations(request)
+    assert len(runs) > 1, "kernels are on offer"
+    failures = []
+    for name, run in runs.items():
+        try:
+            with poisoned():
+                found = run()
+            again = run()
+            for part, got, same, want, base in zip(("query", "key", "value", "bias"), found, again, expected, plain):
+                assert_within_budget(got, want, base, name=f"{name}: gradient of {part}")
+                assert torch.equal(got, same), f"{name}: the gradient of {part} differs from run to run"
+        except (AssertionError, RuntimeError) as error:
+            failures.append(f"{name}: {error}")
+    assert not failures, "\n\n".join(failures)
 
 
 def test_compiled_by_inductor_with_symbolic_shapes(rng: torch.Generator) -> None:
