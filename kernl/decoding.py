@@ -11,7 +11,7 @@ is one CUDA graph: model, choice of the token, and bookkeeping. The host only co
 
 **Capacity.** The cache has one of a few lengths: 64, 128, 192, 256, 384, 512, 768, ... . When it is full, generation
 moves to a larger one (`DecodingMemory.take_over`); sizes are symbols in the compiled model, so nothing is compiled
-again. Encoder states are padded to the same lengths where the decoder takes a mask for them.
+again. Encoder states are padded to a few lengths as well where the decoder takes a mask for them.
 
 **Layers with a sliding window** get all of the capacity too; the window is then in the mask. transformers' own static
 layer for them rolls its content by Python counters, which a graph would freeze.
@@ -45,6 +45,15 @@ def capacity_for(length: int) -> int:
         capacity *= 2
     three_quarters = capacity // 4 * 3
     return three_quarters if length <= three_quarters and three_quarters % STEP == 0 else capacity
+
+
+def encoder_capacity_for(length: int) -> int:
+    """The same for encoder states: 32, 96, 160, 224, 352, ... .
+
+    Never a cache's length: TorchDynamo takes sizes that are equal by chance for one size, and would compile again as
+    soon as they differ.
+    """
+    return capacity_for(length + STEP // 2) - STEP // 2
 
 
 # What becomes of an argument of the model from one step to the next.
@@ -225,7 +234,7 @@ class DecodingMemory:
 
     def write_token(self, chosen: Tensor, choice: TokenChoice) -> None:
         """Append a token to each row: `chosen`, int64 [batch], or padding where the row has ended."""
-        if choice.eos is not None:
+        if choice.eos is not None and choice.pad is not None:
             chosen = chosen * self.unfinished + choice.pad * (1 - self.unfinished)
         self.token.copy_(chosen[:, None])
         self.tokens.index_copy_(1, self.length, self.token)

@@ -5,8 +5,8 @@
         model(**inputs)
     kernl.restore_model(model)                 # nothing of kernl is left on it
 
-Only `forward` and `generate` are replaced, on the instance: `model(...)`, `transformers.pipeline`, `Trainer` and hooks on the model
-work as before. Weights, buffers, config and class are untouched.
+Only `forward` and `generate` are replaced, on the instance: `model(...)`, `transformers.pipeline`, `Trainer` and hooks
+on the model work as before. Weights, buffers, config and class are untouched.
 
 **Copies are plain.** A `forward` on the instance would survive `copy.deepcopy` as a function that still runs the
 *original*. Therefore what Python saves of an optimised model (`copy.copy`, `copy.deepcopy`, `pickle`, `torch.save`) is
