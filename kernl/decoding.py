@@ -139,7 +139,7 @@ def cache_of(config: Any, capacity: int, batch: int, shapes: Sequence[LayerShape
 class DecodingMemory:
     """The tensors of one layout. None of them is ever replaced.
 
-    tokens int64 [batch, capacity + 1]: prompt and new tokens; behind them, the row's first token.
+    tokens int64 [batch, capacity + 1]: prompt and new tokens. ignored int64 [batch]: leading ones no penalty counts.
     token int64 [batch, 1]: the one to read in next. length, prompt_length int64 [1].
     unfinished int64 [batch]: 1 until the row has ended. produced int64 [1]: new tokens until the last row ended.
     arguments: by name, the model's tensors as they are at a decoding step. cache: what the model gets.
@@ -151,6 +151,7 @@ class DecodingMemory:
         # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.tokens = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
+            self.ignored = torch.zeros(batch, dtype=torch.long, device=device)
             self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
             self.length = torch.zeros(1, dtype=torch.long, device=device)
             self.prompt_length = torch.zeros(1, dtype=torch.long, device=device)
@@ -172,6 +173,7 @@ class DecodingMemory:
                 self._layers += cross_cache.layers
         self.tensors: list[Tensor] = [
             self.tokens,
+            self.ignored,
             self.token,
             self.length,
             self.prompt_length,
@@ -193,15 +195,17 @@ class DecodingMemory:
         if isinstance(self.cache, EncoderDecoderCache):
             self.cache.is_updated = dict.fromkeys(range(len(self._self_cache.layers)), filled)
 
-    def begin(self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None) -> None:
+    def begin(
+        self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None, ignored: Tensor | None
+    ) -> None:
         """Empty the cache, write the prompt and the model's arguments down. prompt: int64 [batch, length]."""
         prompt_length = prompt.shape[1]
         # What an earlier generation has left is hidden by the mask, but infinities would show through it.
         torch._foreach_zero_([layer.keys for layer in self._layers])
         torch._foreach_zero_([layer.values for layer in self._layers])
         torch._foreach_zero_([layer.cumulative_length for layer in self._layers])
-        self.tokens.copy_(prompt[:, :1].expand_as(self.tokens))
         self.tokens[:, :prompt_length] = prompt
+        self.ignored.zero_() if ignored is None else self.ignored.copy_(ignored)
         self.length.fill_(prompt_length)
         self.prompt_length.fill_(prompt_length)
         self.unfinished.fill_(1)
@@ -246,15 +250,12 @@ class DecodingMemory:
     def take_over(self, smaller: DecodingMemory) -> None:
         """Go on where a smaller memory of the same kind has become full."""
         with torch.no_grad():
-            self.tokens.copy_(smaller.tokens[:, :1].expand_as(self.tokens))
             for mine, theirs in zip(self.tensors, smaller.tensors):
                 if mine.shape == theirs.shape:
                     mine.copy_(theirs)
                     continue
                 (dim,) = (dim for dim in range(mine.ndim) if mine.shape[dim] != theirs.shape[dim])
-                rest = mine.narrow(dim, theirs.shape[dim], mine.shape[dim] - theirs.shape[dim])
-                if mine is not self.tokens:
-                    rest.zero_()
+                mine.zero_()
                 mine.narrow(dim, 0, theirs.shape[dim]).copy_(theirs)
 
 
@@ -293,10 +294,12 @@ class Program:
             self.runners = [make_runner(function, len(self._fixed)) for function in (self._prefill, self._step)]
             self._run_prefill, self._run_step = self.runners
 
-    def prefill(self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None) -> None:
+    def prefill(
+        self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None, ignored: Tensor | None
+    ) -> None:
         """Begin with a prompt, int64 [batch, length], and choose the first new token."""
         self.memory.cross_is_filled(False)
-        self._run_prefill(*self._fixed, prompt, encoder, *arguments)
+        self._run_prefill(*self._fixed, prompt, encoder, ignored, *arguments)
         self.memory.cross_is_filled(True)
 
     def step(self) -> None:
@@ -308,9 +311,9 @@ class Program:
             runner.release()
 
     def _prefill(self, *inputs: Any) -> tuple[()]:
-        prompt, encoder, *arguments = inputs[len(self._fixed) :]
+        prompt, encoder, ignored, *arguments = inputs[len(self._fixed) :]
         memory = self.memory
-        memory.begin(prompt, arguments, encoder)
+        memory.begin(prompt, arguments, encoder, ignored)
         given = dict(zip((argument.name for argument in memory.layout.arguments), arguments))
         given.update({a.name: memory.arguments[a.name] for a in memory.layout.arguments if a.becomes == STAYS})
         self._choose(prompt, given, is_first_iteration=True)

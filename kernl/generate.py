@@ -274,12 +274,12 @@ class FastLoop:
     ) -> Tensor:
         """Generate. prompt: int64 [batch, length]. Returns int64 [batch, length + new tokens]."""
         refuse_what_needs_transformers(model, prompt, config, model_kwargs)
-        choice = TokenChoice(config, processors, criteria, prompt.shape[1], prompt.device)
+        choice = TokenChoice(config, processors, criteria, prompt)
         call = read_model_arguments(model, prompt, choice.max_length, model_kwargs)
         self._follow_changes(model)
 
         memory, program = self._program(model, call.layout, choice, call)
-        program.prefill(prompt, call.tensors, call.encoder)
+        program.prefill(prompt, call.tensors, call.encoder, choice.ignored)
         length, since_look = prompt.shape[1] + 1, 1
         last_position = _last_position(model.config)
         generators = RememberedGenerator(prompt.device, self.look_every) if choice.do_sample else None

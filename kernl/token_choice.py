@@ -2,10 +2,10 @@
 
 Transformers' logits processors are Python objects. Three kinds of them can run inside a CUDA graph:
 
-    scores alone       temperature, top-k, top-p, min-p, typical-p, ...       the object itself is called
-    length             minimum lengths, tokens forced or forbidden there      the same arithmetic, the length a tensor
-    tokens so far      repetition penalty                                     the object, on all of the token buffer:
-                                                                              its tail repeats the row's first token
+    look at             such as                                            run as
+    scores alone        temperature, top-k, top-p, min-p, typical-p        the object itself
+    the length          minimum lengths, tokens forced or forbidden        `TokenRule`: the length is a tensor
+    tokens so far       repetition penalty                                 `Penalty`: over all of the token buffer
 
 Any other kind (`Unserved`) means transformers' own loop. Sampling draws what `torch.multinomial` draws: the largest of
 p / q with q exponential; only its check of p is left out, for which the host would have to wait.
@@ -33,7 +33,8 @@ class Unserved(Exception):
 class Progress(Protocol):
     """What has been generated: tensors that are written in place (`kernl.decoding.DecodingMemory`)."""
 
-    tokens: Tensor  # int64 [batch, capacity + 1]
+    tokens: Tensor  # int64 [batch, capacity + 1], of which the first `length` columns count
+    ignored: Tensor  # int64 [batch]: leading tokens that no penalty counts
     length: Tensor  # int64 [1]
     prompt_length: Tensor  # int64 [1]
 
@@ -56,6 +57,8 @@ class TokenChoice:
     """Greedy or sampled, after the processors; rows that are finished give the padding token.
 
     key: equal for choices that may share a captured graph. eos: int64 [n], or None when no token ends a row.
+    ignored: int64 [batch], leading tokens that no penalty counts (padding), or None. It may differ between choices of
+    one key.
 
     Raises Unserved for a processor or a stopping criterion that needs the host.
     """
@@ -65,12 +68,14 @@ class TokenChoice:
         generation_config: Any,
         processors: Sequence[Any],
         criteria: Sequence[Any],
-        prompt_length: int,
-        device: torch.device,
+        prompt: Tensor,
     ) -> None:
+        """prompt: int64 [batch, length]."""
+        device, prompt_length = prompt.device, prompt.shape[1]
         self.do_sample = bool(generation_config.do_sample)
         self.eos, self.max_length = _read_criteria(criteria, device)
         self.pad = None if self.eos is None else generation_config._pad_token_tensor.to(device)
+        self.ignored = _ignored_by(processors, prompt)
         parts: list[Any] = [self.do_sample, _value(self.eos), _value(self.pad)]
         self._processes: list[Process] = []
         for processor in processors:
@@ -112,13 +117,41 @@ def _read_processor(processor: Any, prompt_length: int, device: torch.device) ->
     name = kind.__name__
     if kind in _ON_SCORES_ALONE:
         return (name, _values_of(processor)), lambda progress, scores: processor(progress.tokens, scores)
-    if kind is logits_process.RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None:
-        # Any number of times a token occurs counts once, so the tail of the buffer changes nothing.
-        return (name, _values_of(processor)), lambda progress, scores: processor(progress.tokens, scores)
+    if kind is logits_process.RepetitionPenaltyLogitsProcessor:
+        penalty = Penalty(float(processor.penalty))
+        return (name, penalty.factor), penalty
     rule = _token_rule(processor, prompt_length, device)
     if rule is None:
         raise Unserved(f"the logits processor {name} needs the host")
     return (name, _value(rule.ids), rule.lengths, rule.forces), rule
+
+
+def _ignored_by(processors: Sequence[Any], prompt: Tensor) -> Tensor | None:
+    """Leading tokens of each row that a repetition penalty does not count: newer versions leave padding out."""
+    found = [p for p in processors if type(p) is logits_process.RepetitionPenaltyLogitsProcessor]
+    ignored = [p.prompt_ignore_length for p in found if p.prompt_ignore_length is not None]
+    if not ignored:
+        return None
+    if len(found) > 1:
+        raise Unserved("several repetition penalties that leave tokens out")
+    return torch.as_tensor(ignored[0], dtype=torch.long, device=prompt.device).expand(prompt.shape[0]).contiguous()
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """Make tokens that have occurred less likely: scores divided by the factor, or multiplied where negative."""
+
+    factor: float
+
+    def __call__(self, progress: Progress, scores: Tensor) -> Tensor:
+        vocabulary = scores.shape[-1]
+        positions = torch.arange(progress.tokens.shape[1], device=scores.device)
+        counts = (positions >= progress.ignored[:, None]) & (positions < progress.length)
+        counts &= progress.tokens < vocabulary
+        occurred = torch.zeros(scores.shape[0], vocabulary + 1, dtype=torch.bool, device=scores.device)
+        occurred.scatter_(1, torch.where(counts, progress.tokens, vocabulary), True)
+        penalised = torch.where(scores < 0, scores * self.factor, scores / self.factor)
+        return torch.where(occurred[:, :vocabulary], penalised, scores)
 
 
 def _token_rule(processor: Any, prompt_length: int, device: torch.device) -> TokenRule | None:
