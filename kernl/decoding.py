@@ -268,7 +268,7 @@ def _static_shape(argument: Argument, capacity: int) -> tuple[int, ...]:
 class Program:
     """Prefill and step in one memory with one way to choose tokens, each behind a CUDA-graph runner.
 
-    prepare: the model's `prepare_inputs_for_generation`. forward: takes its result, gives the model's output.
+    forward: the model, called with what `prepare_inputs_for_generation` takes.
     weights: tensors that the graphs will read by address. make_runner: from a function and the number of its first
     inputs that are used by address, or None to run it plainly (on the CPU).
     """
@@ -277,14 +277,12 @@ class Program:
         self,
         memory: DecodingMemory,
         choice: TokenChoice,
-        prepare: Callable[..., dict[str, Any]],
         forward: Callable[..., Any],
         weights: Sequence[Tensor],
         make_runner: Callable[[Callable[..., Any], int], CudaGraphRunner] | None,
     ) -> None:
         self.memory = memory
         self._choice = choice
-        self._prepare = prepare
         self._forward = forward
         self._fixed = [*memory.tensors, *weights]
         self.runners: list[CudaGraphRunner] = []
@@ -329,7 +327,7 @@ class Program:
     def _choose(self, tokens: Tensor, arguments: dict[str, Tensor], **how: Any) -> None:
         memory = self.memory
         with _autocast_cache_off():
-            outputs = self._forward(**self._prepare(tokens, **how, **model_arguments(memory, arguments)))
+            outputs = self._forward(tokens, **how, **model_arguments(memory, arguments))
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         memory.write_token(self._choice(memory, logits), self._choice)
 

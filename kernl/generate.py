@@ -184,7 +184,8 @@ class FastLoop:
         self.look_every = LOOK_EVERY
         self._find_model = weakref.ref(model)
         self._lock = threading.RLock()
-        self._door = StepDoor(model, plain, replace(options, cuda_graph="never", guards="full", buckets="off"), report)
+        without_graphs = replace(options, cuda_graph="never", guards="full", buckets="off")
+        self._door = StepDoor(model, _with_preparation(plain), without_graphs, report)
         self._encoder_door = _encoder_door(model, options, report)
         self._state: ModelState | None = None
         self._shapes: dict[Any, tuple[list[LayerShape], list[LayerShape]]] = {}
@@ -325,9 +326,7 @@ class FastLoop:
                 programs.popitem(last=False)[1].release()
             assert self._state is not None
             make_runner = self._make_runner if self._takes_graphs(layout.device) else None
-            programs[choice.key] = Program(
-                memory, choice, self._prepare, self._forward, self._state.tensors, make_runner
-            )
+            programs[choice.key] = Program(memory, choice, self._forward, self._state.tensors, make_runner)
         programs.move_to_end(choice.key)
         return memory, programs[choice.key]
 
@@ -369,19 +368,14 @@ class FastLoop:
             inputs = dict(call.original)
             inputs[layout.cache_name] = own if cross is None else EncoderDecoderCache(own, cross)
             with torch.no_grad():
-                prepared = model.prepare_inputs_for_generation(call.prompt, is_first_iteration=True, **inputs)
-                self._door.plain(model, **prepared, return_dict=True)
+                self._door.plain(model, call.prompt, is_first_iteration=True, **inputs)
             layers: Any = [] if cross is None else cross.layers
             self._shapes[key] = [LayerShape.of(x) for x in own.layers], [LayerShape.of(x) for x in layers]
         return self._shapes[key]
 
-    def _prepare(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, tokens: Tensor, **arguments: Any) -> Any:
         model: Any = self._find_model()
-        return model.prepare_inputs_for_generation(*args, **kwargs)
-
-    def _forward(self, **inputs: Any) -> Any:
-        model: Any = self._find_model()
-        return self._door.through_guards(model, (), {**inputs, "return_dict": True}, None)
+        return self._door.through_guards(model, (tokens,), arguments, None)
 
     def _takes_graphs(self, device: torch.device) -> bool:
         if self.options.cuda_graph == "always" and device.type != "cuda":
@@ -395,6 +389,18 @@ class FastLoop:
 
         make = InsistentRunner if self.options.cuda_graph == "always" else CudaGraphRunner
         return make(function, fixed_inputs=range(fixed), max_graphs=self.options.max_graphs, on_skip=on_skip)
+
+
+def _with_preparation(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that takes what transformers' loop hands to `prepare_inputs_for_generation`.
+
+    What that prepares, masks above all, so becomes a part of the compiled graph.
+    """
+
+    def forward(model: Any, tokens: Tensor, **arguments: Any) -> Any:
+        return plain(model, **model.prepare_inputs_for_generation(tokens, **arguments), return_dict=True)
+
+    return forward
 
 
 class StepDoor(FrontDoor):
