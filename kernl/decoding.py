@@ -296,9 +296,7 @@ class Program:
         self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None, ignored: Tensor | None
     ) -> None:
         """Begin with a prompt, int64 [batch, length], and choose the first new token."""
-        self.memory.cross_is_filled(False)
         self._run_prefill(*self._fixed, prompt, encoder, ignored, *arguments)
-        self.memory.cross_is_filled(True)
 
     def step(self) -> None:
         """Read the last token in and choose the next one."""
@@ -311,6 +309,8 @@ class Program:
     def _prefill(self, *inputs: Any) -> tuple[()]:
         prompt, encoder, ignored, *arguments = inputs[len(self._fixed) :]
         memory = self.memory
+        # In here, as running and capturing call this twice: the model's code says by itself that it has filled them.
+        memory.cross_is_filled(False)
         memory.begin(prompt, arguments, encoder, ignored)
         given = dict(zip((argument.name for argument in memory.layout.arguments), arguments))
         given.update({a.name: memory.arguments[a.name] for a in memory.layout.arguments if a.becomes == STAYS})
@@ -319,6 +319,7 @@ class Program:
 
     def _step(self, *inputs: Any) -> tuple[()]:
         memory = self.memory
+        memory.cross_is_filled(True)
         memory.show_token()
         self._choose(memory.token, memory.arguments, next_sequence_length=1)
         memory.advance_positions()

@@ -295,7 +295,6 @@ class FastLoop:
                 smaller = memory
                 memory, program = self._program(model, memory.layout.larger(length), choice, call)
                 memory.take_over(smaller)
-                memory.cross_is_filled(True)
             program.step()
             length, since_look = length + 1, since_look + 1
             if generators is not None:
