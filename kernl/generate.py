@@ -406,9 +406,19 @@ class StepDoor(FrontDoor):
     """Compiles the model for prefill and steps: without CUDA graphs, as each graph is of a whole step."""
 
     def _compile(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> RecordedGraph:
+        fill_on_device(gm)
         recorded = super()._compile(gm, example_inputs)
         recorded.graph.entry.no_cuda_graph_because = "part of generation's own graphs"
         return recorded
+
+
+def fill_on_device(gm: torch.fx.GraphModule) -> None:
+    """Write `torch.tensor(number, device=...)` as `torch.full`: the first copies from the host, and is waited for."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.tensor):
+        data, *rest = node.args
+        if isinstance(data, (bool, int, float)) and not rest and set(node.kwargs) <= {"dtype", "device"}:
+            node.target, node.args = torch.full, ((), data)
+    gm.recompile()
 
 
 def _encoder_door(model: Any, options: Options, report: Report) -> FrontDoor | None:

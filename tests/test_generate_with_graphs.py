@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernl
 from kernl.decoding import DecodingMemory
-from kernl.generate import FastLoop, loop_of
+from kernl.generate import FastLoop, fill_on_device, loop_of
 from kernl.runtime.cuda_graph import CudaGraphRunner
 from tests.runtime.fake_device import FakeDevice
 from tests.test_generate import ENDLESS, build, check, prompt
@@ -128,6 +128,25 @@ def test_penalty_and_minimum_share_graphs_between_lengths_of_prompts(device: Tap
         inputs = prompt("llama", length=length, seed=length)
         check(model, **inputs, max_new_tokens=12, min_new_tokens=6, repetition_penalty=1.5, eos_token_id=[1, 40, 41])
     assert device.captures == 3 + 1  # a prefill for each length, and the step
+
+
+def test_numbers_are_filled_in_on_the_device() -> None:
+    x = torch.randn(3, 2)
+    graph = torch.fx.Graph()
+    given = graph.placeholder("x")
+    positive = graph.call_function(torch.gt, (given, 0))
+    half = graph.call_function(torch.tensor, (0.5,), {"dtype": torch.float64, "device": torch.device("cpu")})
+    pair = graph.call_function(torch.tensor, ([1.0, 2.0],))
+    graph.output((graph.call_function(torch.where, (positive, half, pair)), half))
+    gm = torch.fx.GraphModule({}, graph)
+    want = gm(x)
+    fill_on_device(gm)
+    assert [node.target for node in graph.nodes if node.target in (torch.tensor, torch.full)] == [
+        torch.full,
+        torch.tensor,  # a list of numbers cannot be filled in
+    ]
+    for one, other in zip(gm(x), want):
+        assert torch.equal(one, other) and one.dtype == other.dtype
 
 
 def test_growth_and_return_to_the_first_cache(device: TapeDevice) -> None:
