@@ -23,6 +23,7 @@ _HOMES = {
     "optimize_model": "kernl.optimize",
     "restore_model": "kernl.optimize",
     "disabled": "kernl.optimize",
+    "generate": "kernl.generate",
     "Options": "kernl.options",
     "KernlWarning": "kernl.report",
     "register_attention": "kernl.hf_attention",
@@ -34,6 +35,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from kernl import nn as nn
     from kernl import ops as ops
+    from kernl.generate import generate as generate
     from kernl.graph import register_pattern as register_pattern
     from kernl.hf_attention import register_attention as register_attention
     from kernl.optimize import disabled as disabled
@@ -47,6 +49,7 @@ __all__ = [
     "Options",
     "__version__",
     "disabled",
+    "generate",
     "nn",
     "ops",
     "optimize_model",

@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tabulate import tabulate
@@ -27,6 +27,9 @@ from kernl.options import Options
 from kernl.report import Report, gpu_time_by_implementation, reason_of, warn_once
 from kernl.testing import ErrorReport, error_report
 from kernl.warmup import arguments_of, batches_to_warm_up
+
+if TYPE_CHECKING:
+    from kernl.generate import FastLoop
 
 Batch = Any
 
@@ -79,6 +82,10 @@ class Handle:
 
     def __init__(self, model: nn.Module, door: FrontDoor, options: Options, report: Report) -> None:
         self.options = options
+        self.loop: FastLoop | None = None  # of generation, once it has been used
+        # What optimising found in the instance's dictionary, and what it has put there.
+        self.before: dict[str, Any] = {}
+        self.placed: dict[str, Any] = {}
         self._model = weakref.ref(model)
         self._door = door
         self._report = report
@@ -97,6 +104,11 @@ class Handle:
         if model is None:
             raise ReferenceError("the model of this handle does not exist any more")
         return model
+
+    @property
+    def plain_forward(self) -> Callable[..., Any]:
+        """The model's own forward, called with the model first."""
+        return self._door.plain
 
     def report(self, profile: Batch | None = None) -> Report:
         """What kernl did so far. Before the first call it says that nothing has been compiled.
@@ -196,20 +208,30 @@ class Handle:
         look at on every call. Weights, buffers, submodules, hooks, training mode and config are noticed without it.
         """
         self._door.open()
+        if self.loop is not None:
+            self.loop.forget()
 
     def memory(self) -> dict[str, Any]:
-        """Bytes held for CUDA graphs: `graphs` one by one, `pool` they share, `static_inputs` they read from."""
-        held: dict[str, Any] = {"graphs": [], "pool": 0, "static_inputs": 0}
-        for graph in self._door.graphs:
-            if graph.runner is not None:
-                part = graph.runner.memory()
-                held["graphs"] += part["graphs"]
-                held["pool"] = max(held["pool"], part["pool"])  # one pool for all of a device
-                held["static_inputs"] += part["static_inputs"]
+        """Bytes held for CUDA graphs: `graphs` one by one, `pool` they share, `static_inputs` they read from.
+
+        `generation`: the static caches of `generate`, and the tensors beside them.
+        """
+        held: dict[str, Any] = {"graphs": [], "pool": 0, "static_inputs": 0, "generation": 0}
+        runners = [graph.runner for graph in self._door.graphs if graph.runner is not None]
+        if self.loop is not None:
+            runners += self.loop.runners()
+            held["generation"] = self.loop.memory_bytes()
+        for runner in runners:
+            part = runner.memory()
+            held["graphs"] += part["graphs"]
+            held["pool"] = max(held["pool"], part["pool"])  # one pool for all of a device
+            held["static_inputs"] += part["static_inputs"]
         return held
 
     def release(self) -> None:
-        """Give the memory of CUDA graphs back. What was compiled stays; graphs are captured again when needed."""
+        """Give the memory of CUDA graphs and caches back. What was compiled stays; graphs are captured again."""
+        if self.loop is not None:
+            self.loop.release()
         for graph in self._door.graphs:
             graph.release()
 

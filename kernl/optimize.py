@@ -5,8 +5,8 @@
         model(**inputs)
     kernl.restore_model(model)                 # nothing of kernl is left on it
 
-Only `forward` is replaced, on the instance: `model(...)`, `transformers.pipeline`, `Trainer` and hooks on the model
-work as before. Weights, buffers, config and class are untouched.
+Only `forward` and `generate` are replaced, on the instance: `model(...)`, `transformers.pipeline`, `Trainer` and hooks
+on the model work as before. Weights, buffers, config and class are untouched.
 
 **Copies are plain.** A `forward` on the instance would survive `copy.deepcopy` as a function that still runs the
 *original*. Therefore what Python saves of an optimised model (`copy.copy`, `copy.deepcopy`, `pickle`, `torch.save`) is
@@ -18,6 +18,7 @@ the plain model, and so are the replicas of `torch.nn.DataParallel`. Call `optim
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -36,10 +37,7 @@ __all__ = ["Handle", "Verification", "disabled", "optimize_model", "restore_mode
 Model = TypeVar("Model", bound=nn.Module)
 
 # What optimising puts into the instance's dictionary.
-_PLACES = ("forward", "kernl", "__getstate__", "_replicate_for_data_parallel")
-# Kept by the handle: what was there before, and what has been put there.
-_BEFORE = "_before"
-_PLACED = "_placed"
+_PLACES = ("forward", "generate", "kernl", "__getstate__", "_replicate_for_data_parallel")
 
 
 def optimize_model(model: Model, **options: Any) -> Model:
@@ -64,17 +62,24 @@ def optimize_model(model: Model, **options: Any) -> Model:
     if isinstance(present, Handle):
         restore_model(model)
     refuse_unfit(model)
+    if settings.generate == "fast" and not _generates(model):
+        raise ValueError(f'option generate="fast": a {type(model).__name__} has no `generate` of transformers')
 
     report = Report(type(model).__name__, settings)
     before = {name: vars(model)[name] for name in _PLACES if name in vars(model)}
-    door = FrontDoor(model, _plain_forward(model, before.get("forward")), settings, report)
+    door = FrontDoor(model, plain_forward(model, before.get("forward")), settings, report)
     handle = Handle(model, door, settings, report)
     placed = {
         "forward": _like_forward(door.make_forward(), model),
         "__getstate__": _PlainState(model),
         "_replicate_for_data_parallel": _PlainReplica(model),
     }
-    vars(handle).update({_BEFORE: before, _PLACED: placed})
+    handle.before = before
+    if _generates(model):
+        from kernl.generate import make_generate
+
+        placed["generate"] = make_generate(model, handle)
+    handle.placed = placed
     vars(model).update(placed, kernl=handle)
     return model
 
@@ -92,7 +97,7 @@ def restore_model(model: Model) -> Model:
 
 def _is_in_place(model: nn.Module, handle: Handle) -> bool:
     """Whether calls still go to kernl: nobody has set another forward since."""
-    return vars(model).get("forward") is vars(handle)[_PLACED]["forward"]
+    return vars(model).get("forward") is handle.placed["forward"]
 
 
 def _remove_kernl(state: dict[str, Any], handle: Handle) -> None:
@@ -101,10 +106,10 @@ def _remove_kernl(state: dict[str, Any], handle: Handle) -> None:
     What the user has set since, such as a `forward` of their own, is theirs and stays.
     """
     del state["kernl"]
-    for name, value in vars(handle)[_PLACED].items():
+    for name, value in handle.placed.items():
         if state.get(name) is value:
             del state[name]
-    for name, value in vars(handle)[_BEFORE].items():
+    for name, value in handle.before.items():
         state.setdefault(name, value)
 
 
@@ -169,7 +174,7 @@ def _why_quantised(model: nn.Module) -> str | None:
     return None
 
 
-def _plain_forward(model: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
+def plain_forward(model: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
     """The model's forward as a function of the model and its arguments; `own` is one already set on the instance."""
     if own is None:
         function = type(model).forward
@@ -191,6 +196,12 @@ def _called_with_model(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return call
+
+
+def _generates(model: nn.Module) -> bool:
+    """Whether the model has the `generate` of transformers (or one of its own on top of that)."""
+    utils = sys.modules.get("transformers.generation.utils")
+    return utils is not None and isinstance(model, utils.GenerationMixin)
 
 
 def _like_forward(forward: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:

@@ -17,12 +17,14 @@ from typing import Any, Literal
 Lowering = Literal["auto", "eager", "inductor"]
 CudaGraph = Literal["auto", "always", "never"]
 Guards = Literal["fast", "full"]
+Generate = Literal["hf", "fast"]
 Buckets = Literal["off", "powers", "auto"] | tuple[int, ...]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "lowering": ("auto", "eager", "inductor"),
     "cuda_graph": ("auto", "always", "never"),
     "guards": ("fast", "full"),
+    "generate": ("hf", "fast"),
 }
 _FLAGS = ("static_outputs", "strict", "deterministic")
 
@@ -63,6 +65,9 @@ class Options:
         in attention under an attention mask only, up to the model's maximum of positions; otherwise, and for lengths
         above every bucket, calls run as they are and the report says why. Needs `guards="fast"` and symbolic sizes.
         Only `optimize_model` pads. "off": no padding.
+    generate: which loop `model.generate` runs. "fast": the one on the GPU (`kernl.generate`) wherever the arguments
+        allow it, otherwise transformers' own; the report says which ran and why. "hf": always transformers' own,
+        without the compilation it would start for a static cache. Only `optimize_model` has it.
 
     Raises TypeError or ValueError naming the option, what was given and what is accepted.
     """
@@ -78,6 +83,7 @@ class Options:
     dynamic: bool | None = None
     recompile_limit: int = 128
     buckets: Buckets = "off"
+    generate: Generate = "hf"
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():

@@ -154,6 +154,39 @@ class PaddingCounts:
         return f"{self.calls} calls padded: {tokens}; buckets: {used}"
 
 
+@dataclass
+class GenerationCounts:
+    """Which loop `generate` ran in.
+
+    fast: calls in kernl's loop; tokens: new tokens they gave; looks: times the host looked whether all rows had ended.
+    transformers: reason -> calls that ran in transformers' own loop.
+    graphs: asks how many CUDA graphs of prefill and steps are held ("captured") and why some ran without ("skipped").
+    """
+
+    fast: int = 0
+    tokens: int = 0
+    looks: int = 0
+    transformers: Counter[str] = field(default_factory=Counter)
+    graphs: Callable[[], Mapping[str, Any]] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "fast": self.fast,
+            "tokens": self.tokens,
+            "looks": self.looks,
+            "transformers": dict(self.transformers),
+            "cuda_graphs": None if self.graphs is None else dict(self.graphs()),
+        }
+
+    def __str__(self) -> str:
+        text = f"{self.fast} calls in kernl's loop ({self.tokens} new tokens, {self.looks} looks of the host)"
+        if self.graphs is not None and self.fast:
+            state = self.graphs()
+            skips = [f"{count} runs without: {why}" for why, count in state["skipped"].items()]
+            text += "; CUDA graphs: " + "; ".join([f"{state['captured']} captured", *skips])
+        return text
+
+
 class Report:
     """Everything known about one optimised model (or about all graphs of `torch.compile(backend="kernl")`)."""
 
@@ -163,6 +196,7 @@ class Report:
         self.graphs: list[GraphReport] = []
         self.calls = CallCounts()
         self.padding = PaddingCounts()
+        self.generation = GenerationCounts()
         self.notes: Counter[str] = Counter()
         self.gpu_time: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -213,6 +247,7 @@ class Report:
             "gpu_time_us": dict(self.gpu_time),
             "calls": self.calls.as_dict(),
             "padding": self.padding.as_dict(),
+            "generation": self.generation.as_dict(),
             "notes": dict(self.notes),
         }
 
@@ -286,6 +321,12 @@ class Report:
             unpadded = [(count, reason) for reason, count in self.padding.unpadded.most_common(_MAX_REASONS)]
             if unpadded:
                 yield "calls not padded", _table(unpadded, ["times", "because"], style)
+        generation = self.generation
+        if generation.fast or generation.transformers:
+            yield "generation", str(generation)
+        if generation.transformers:
+            reasons = [(count, reason) for reason, count in generation.transformers.most_common(_MAX_REASONS)]
+            yield "generation in transformers' own loop", _table(reasons, ["calls", "because"], style)
         if self.notes:
             yield (
                 "notes",

@@ -58,8 +58,37 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "kernl.warmup": (),
     "kernl.hf_attention": ("kernl.ops", "kernl.report"),
-    "kernl.handle": ("kernl.front_door", "kernl.options", "kernl.report", "kernl.testing", "kernl.warmup"),
-    "kernl.optimize": ("kernl.backend", "kernl.front_door", "kernl.handle", "kernl.options", "kernl.report"),
+    "kernl.token_choice": (),
+    "kernl.decoding": ("kernl.runtime", "kernl.token_choice"),
+    # The loop of generation and `optimize_model` sit side by side: each finds the other when it is asked to.
+    "kernl.generate": (
+        "kernl.backend",
+        "kernl.decoding",
+        "kernl.front_door",
+        "kernl.handle",
+        "kernl.model_state",
+        "kernl.optimize",
+        "kernl.options",
+        "kernl.report",
+        "kernl.runtime",
+        "kernl.token_choice",
+    ),
+    "kernl.handle": (
+        "kernl.front_door",
+        "kernl.generate",
+        "kernl.options",
+        "kernl.report",
+        "kernl.testing",
+        "kernl.warmup",
+    ),
+    "kernl.optimize": (
+        "kernl.backend",
+        "kernl.front_door",
+        "kernl.generate",
+        "kernl.handle",
+        "kernl.options",
+        "kernl.report",
+    ),
 }
 
 # Nothing below the front door knows a model library; the graph engine and the patterns know no kernel language either.

@@ -403,7 +403,7 @@ def test_memory_and_release_without_a_gpu() -> None:
     model(tiny.activations())
     memory = model.kernl.memory()
     if not torch.cuda.is_available():
-        assert memory == {"graphs": [], "pool": 0, "static_inputs": 0}
+        assert memory == {"graphs": [], "pool": 0, "static_inputs": 0, "generation": 0}
     model.kernl.release()
     model(tiny.activations())
 

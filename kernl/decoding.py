@@ -1,0 +1,352 @@
+"""The memory that generation runs in, and the two functions that run in it: prefill and one decoding step.
+
+All state of a running generation is in tensors that never move: keys and values, tokens, lengths, masks, positions.
+`Program.prefill` and `Program.step` read and write nothing else, and need no answer from the device. So on a GPU each
+is one CUDA graph: model, choice of the token, and bookkeeping. The host only counts.
+
+    step    mask the token to be read in as visible
+            model's own `prepare_inputs_for_generation`, forward with the static cache
+            choose the next token (`kernl.token_choice`), padding for rows that are finished
+            write it down, advance lengths and positions, note rows that have just finished
+
+**Capacity.** The cache has one of a few lengths: 64, 128, 192, 256, 384, 512, 768, ... . When it is full, generation
+moves to a larger one (`DecodingMemory.take_over`); sizes are symbols in the compiled model, so nothing is compiled
+again. Encoder states are padded to a few lengths as well where the decoder takes a mask for them.
+
+**Layers with a sliding window** get all of the capacity too; the window is then in the mask. transformers' own static
+layer for them rolls its content by Python counters, which a graph would freeze.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import EncoderDecoderCache, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.modeling_outputs import BaseModelOutput
+
+from kernl.runtime.cuda_graph import CudaGraphRunner
+from kernl.token_choice import TokenChoice, Unserved
+
+Tensor = torch.Tensor
+
+STEP = 64
+"""Least length of a cache."""
+
+
+def capacity_for(length: int) -> int:
+    """The least cache length of 64, 128, 192, 256, 384, 512, 768, ... that holds `length` positions."""
+    capacity = STEP
+    while capacity < length:
+        capacity *= 2
+    three_quarters = capacity // 4 * 3
+    return three_quarters if length <= three_quarters and three_quarters % STEP == 0 else capacity
+
+
+def encoder_capacity_for(length: int) -> int:
+    """The same for encoder states: 32, 96, 160, 224, 352, ... .
+
+    Never a cache's length: TorchDynamo takes sizes that are equal by chance for one size, and would compile again as
+    soon as they differ.
+    """
+    return capacity_for(length + STEP // 2) - STEP // 2
+
+
+# What becomes of an argument of the model from one step to the next.
+GROWS = "grows"  # a mask over the tokens so far: [batch, length], a column of ones a step
+ADVANCES = "advances"  # positions: [..., length], the last one plus one
+REPEATS = "repeats"  # token types: [..., length], the last one again
+STAYS = "stays"  # the encoder's mask: as it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A tensor that the model takes at every step. shape: of the call's tensor; without its length unless it STAYS."""
+
+    name: str
+    becomes: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a DecodingMemory is made for; equal layouts can share one.
+
+    plain: names and values of the model's arguments that are no tensors. encoder: shape and dtype of its states.
+    cache_name: the argument by which the model takes its cache.
+    """
+
+    batch: int
+    capacity: int
+    device: torch.device
+    cache_name: str
+    arguments: tuple[Argument, ...]
+    plain: tuple[tuple[str, Any], ...]
+    encoder: tuple[tuple[int, ...], torch.dtype] | None
+
+    def larger(self, length: int) -> Layout:
+        return dataclasses.replace(self, capacity=capacity_for(length))
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """Keys and values of one layer: heads, head_dim of each, and dtype."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(layer: Any) -> LayerShape:
+        if not layer.is_initialized:
+            raise Unserved("a layer of the model leaves its cache empty")
+        _, heads, _, key_dim = layer.keys.shape
+        return LayerShape(heads, key_dim, layer.values.shape[-1], layer.keys.dtype)
+
+
+def lazy_cache(config: Any, capacity: int) -> StaticCache:
+    """transformers' static cache, every layer with the full capacity; raises Unserved for states other than keys."""
+    cache = StaticCache(config=config, max_cache_len=capacity)
+    for layer in cache.layers:
+        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+            raise Unserved(f"the model's cache has a {type(layer).__name__}")
+    cache.layers = [StaticLayer(max_cache_len=capacity) for _ in cache.layers]
+    return cache
+
+
+def cache_of(config: Any, capacity: int, batch: int, shapes: Sequence[LayerShape], device: torch.device) -> StaticCache:
+    """The same with its memory, zeros."""
+    cache = lazy_cache(config, capacity)
+    for layer, shape in zip(cache.layers, shapes):
+        stubs = [
+            torch.empty(batch, shape.heads, 0, dim, dtype=shape.dtype, device=device)
+            for dim in (shape.key_dim, shape.value_dim)
+        ]
+        layer.lazy_initialization(*stubs)
+        for tensor in (layer.keys, layer.values, layer.cumulative_length):
+            # Marked by transformers as constants of a graph: each cache would be compiled anew.
+            if hasattr(tensor, "_dynamo_static_input_type"):
+                del tensor._dynamo_static_input_type
+    return cache
+
+
+class DecodingMemory:
+    """The tensors of one layout. None of them is ever replaced.
+
+    tokens int64 [batch, capacity + 1]: prompt and new tokens. ignored int64 [batch]: leading ones no penalty counts.
+    token int64 [batch, 1]: the one to read in next. length, prompt_length int64 [1].
+    unfinished int64 [batch]: 1 until the row has ended. produced int64 [1]: new tokens until the last row ended.
+    arguments: by name, the model's tensors as they are at a decoding step. cache: what the model gets.
+    """
+
+    def __init__(self, layout: Layout, config: Any, shapes: Sequence[LayerShape], cross: Sequence[LayerShape]) -> None:
+        self.layout = layout
+        batch, capacity, device = layout.batch, layout.capacity, layout.device
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.tokens = torch.zeros(batch, capacity + 1, dtype=torch.long, device=device)
+            self.ignored = torch.zeros(batch, dtype=torch.long, device=device)
+            self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+            self.length = torch.zeros(1, dtype=torch.long, device=device)
+            self.prompt_length = torch.zeros(1, dtype=torch.long, device=device)
+            self.unfinished = torch.ones(batch, dtype=torch.long, device=device)
+            self.produced = torch.zeros(1, dtype=torch.long, device=device)
+            self.arguments = {
+                argument.name: torch.zeros(_static_shape(argument, capacity), dtype=argument.dtype, device=device)
+                for argument in layout.arguments
+            }
+            self._self_cache = cache_of(config, capacity, batch, shapes, device)
+            self.cache: Any = self._self_cache
+            self._layers = list(self._self_cache.layers)
+            self.encoder: Tensor | None = None
+            if layout.encoder is not None:
+                encoder_shape, dtype = layout.encoder
+                self.encoder = torch.zeros(encoder_shape, dtype=dtype, device=device)
+                cross_cache = cache_of(config, encoder_shape[1], batch, cross, device)
+                self.cache = EncoderDecoderCache(self._self_cache, cross_cache)
+                self._layers += cross_cache.layers
+        self.tensors: list[Tensor] = [
+            self.tokens,
+            self.ignored,
+            self.token,
+            self.length,
+            self.prompt_length,
+            self.unfinished,
+            self.produced,
+            *self.arguments.values(),
+            *([] if self.encoder is None else [self.encoder]),
+            *(layer.keys for layer in self._layers),
+            *(layer.values for layer in self._layers),
+            *(layer.cumulative_length for layer in self._layers),
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def cross_is_filled(self, filled: bool) -> None:
+        """Tell the model's Python code whether keys and values of the encoder's states are in the cache."""
+        if isinstance(self.cache, EncoderDecoderCache):
+            self.cache.is_updated = dict.fromkeys(range(len(self._self_cache.layers)), filled)
+
+    def begin(
+        self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None, ignored: Tensor | None
+    ) -> None:
+        """Empty the cache, write the prompt and the model's arguments down. prompt: int64 [batch, length]."""
+        prompt_length = prompt.shape[1]
+        # What an earlier generation has left is hidden by the mask, but infinities would show through it.
+        torch._foreach_zero_([layer.keys for layer in self._layers])
+        torch._foreach_zero_([layer.values for layer in self._layers])
+        torch._foreach_zero_([layer.cumulative_length for layer in self._layers])
+        self.tokens[:, :prompt_length] = prompt
+        self.ignored.zero_() if ignored is None else self.ignored.copy_(ignored)
+        self.length.fill_(prompt_length)
+        self.prompt_length.fill_(prompt_length)
+        self.unfinished.fill_(1)
+        self.produced.zero_()
+        if self.encoder is not None:
+            assert encoder is not None
+            self.encoder.copy_(encoder)
+        for argument, tensor in zip(self.layout.arguments, arguments):
+            static = self.arguments[argument.name]
+            if argument.becomes == GROWS:
+                static.zero_()
+                static[:, :prompt_length] = tensor
+            elif argument.becomes == STAYS:
+                static.copy_(tensor)
+            elif argument.becomes == ADVANCES:
+                static.copy_(tensor[..., -1:] + 1)
+            else:
+                static.copy_(tensor[..., -1:])
+
+    def show_token(self) -> None:
+        """Make the token about to be read in visible in the masks over tokens."""
+        for argument in self.layout.arguments:
+            if argument.becomes == GROWS:
+                self.arguments[argument.name].index_fill_(1, self.length - 1, 1)
+
+    def advance_positions(self) -> None:
+        for argument in self.layout.arguments:
+            if argument.becomes == ADVANCES:
+                self.arguments[argument.name].add_(1)
+
+    def write_token(self, chosen: Tensor, choice: TokenChoice) -> None:
+        """Append a token to each row: `chosen`, int64 [batch], or padding where the row has ended."""
+        if choice.eos is not None and choice.pad is not None:
+            chosen = chosen * self.unfinished + choice.pad * (1 - self.unfinished)
+        self.token.copy_(chosen[:, None])
+        self.tokens.index_copy_(1, self.length, self.token)
+        self.length.add_(1)
+        self.produced.add_(self.unfinished.amax())
+        if choice.eos is not None:
+            self.unfinished.mul_((self.token != choice.eos).all(dim=1))
+
+    def take_over(self, smaller: DecodingMemory) -> None:
+        """Go on where a smaller memory of the same kind has become full."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.tensors, smaller.tensors):
+                if mine.shape == theirs.shape:
+                    mine.copy_(theirs)
+                    continue
+                (dim,) = (dim for dim in range(mine.ndim) if mine.shape[dim] != theirs.shape[dim])
+                mine.zero_()
+                mine.narrow(dim, 0, theirs.shape[dim]).copy_(theirs)
+
+
+def _static_shape(argument: Argument, capacity: int) -> tuple[int, ...]:
+    if argument.becomes == STAYS:
+        return argument.shape
+    return (*argument.shape, capacity if argument.becomes == GROWS else 1)
+
+
+class Program:
+    """Prefill and step in one memory with one way to choose tokens, each behind a CUDA-graph runner.
+
+    forward: the model, called with what `prepare_inputs_for_generation` takes.
+    weights: tensors that the graphs will read by address. make_runner: from a function and the number of its first
+    inputs that are used by address, or None to run it plainly (on the CPU).
+    """
+
+    def __init__(
+        self,
+        memory: DecodingMemory,
+        choice: TokenChoice,
+        forward: Callable[..., Any],
+        weights: Sequence[Tensor],
+        make_runner: Callable[[Callable[..., Any], int], CudaGraphRunner] | None,
+    ) -> None:
+        self.memory = memory
+        self._choice = choice
+        self._forward = forward
+        self._fixed = [*memory.tensors, *weights]
+        self.runners: list[CudaGraphRunner] = []
+        self._run_prefill: Callable[..., Any] = self._prefill
+        self._run_step: Callable[..., Any] = self._step
+        if make_runner is not None:
+            self.runners = [make_runner(function, len(self._fixed)) for function in (self._prefill, self._step)]
+            self._run_prefill, self._run_step = self.runners
+
+    def prefill(
+        self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None, ignored: Tensor | None
+    ) -> None:
+        """Begin with a prompt, int64 [batch, length], and choose the first new token."""
+        self._run_prefill(*self._fixed, prompt, encoder, ignored, *arguments)
+
+    def step(self) -> None:
+        """Read the last token in and choose the next one."""
+        self._run_step(*self._fixed)
+
+    def release(self) -> None:
+        for runner in self.runners:
+            runner.release()
+
+    def _prefill(self, *inputs: Any) -> tuple[()]:
+        prompt, encoder, ignored, *arguments = inputs[len(self._fixed) :]
+        memory = self.memory
+        # In here, as running and capturing call this twice: the model's code says by itself that it has filled them.
+        memory.cross_is_filled(False)
+        memory.begin(prompt, arguments, encoder, ignored)
+        given = dict(zip((argument.name for argument in memory.layout.arguments), arguments))
+        given.update({a.name: memory.arguments[a.name] for a in memory.layout.arguments if a.becomes == STAYS})
+        self._choose(prompt, given, is_first_iteration=True)
+        return ()
+
+    def _step(self, *inputs: Any) -> tuple[()]:
+        memory = self.memory
+        memory.cross_is_filled(True)
+        memory.show_token()
+        self._choose(memory.token, memory.arguments, next_sequence_length=1)
+        memory.advance_positions()
+        return ()
+
+    def _choose(self, tokens: Tensor, arguments: dict[str, Tensor], **how: Any) -> None:
+        memory = self.memory
+        with _autocast_cache_off():
+            outputs = self._forward(tokens, **how, **model_arguments(memory, arguments))
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        memory.write_token(self._choice(memory, logits), self._choice)
+
+
+def model_arguments(memory: DecodingMemory, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What transformers' loop would pass to `prepare_inputs_for_generation`, with the static cache."""
+    arguments = {memory.layout.cache_name: memory.cache, **dict(memory.layout.plain), **tensors}
+    if memory.encoder is not None:
+        arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=memory.encoder)  # type: ignore[arg-type]
+    return arguments
+
+
+@contextlib.contextmanager
+def _autocast_cache_off() -> Iterator[None]:
+    """As it is while a graph is captured: TorchDynamo's guards look at this switch, and must not see it change."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
