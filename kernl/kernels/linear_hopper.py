@@ -2,63 +2,64 @@ r"""Linear layers on Hopper, many rows: output_i = activation(input @ weight_i^T
 
     input [M, K], weight_i [N_i, K], bias_i [N_i], output_i [M, N_i], fp16 or bf16; fp32 accumulation, bias, activation.
 
-The persistent kernel of kernels/linear.py computes bias, activation and store while the tensor cores wait. Here two
-groups of warps work on different things at one time: while one finishes a tile, the products of the other fill the
-tensor cores. Written in Gluon, since Triton leaves neither the roles nor the barriers to its user. It follows NVIDIA's
-PTX manual (mbarrier, wgmma, bulk tensor copies, setmaxnreg) and the public descriptions of CUTLASS's Hopper kernels.
+In the persistent kernel of kernels/linear.py the tensor cores wait while bias, activation and store are computed. Here
+groups of warps have roles: while one finishes a tile, the products of another fill the tensor cores. In Gluon, since
+Triton leaves neither roles nor barriers to its user. It follows NVIDIA's PTX manual (mbarrier, wgmma, bulk tensor
+copies, setmaxnreg) and the public descriptions of CUTLASS's Hopper kernels. Not measured yet, so that the op offers it
+on request alone (`OFFER_HOPPER` in ops/linear.py).
 
 Roles of one program, one program an SM, each walking over the same tiles (program, + programs, + 2 programs, ...)
-    producer     1 warp, 40 registers a thread: for every tile and every block of K, copies of x [BLOCK_M, BLOCK_K] and
+    producer     1 warp, 40 registers a thread: for every block of K of every tile, copies of x [BLOCK_M, BLOCK_K] and
                  w [BLOCK_N, BLOCK_K] into the next slot of a ring of STAGES slots, through tensor descriptors.
-    consumer 0   4 warps each, 232 registers a thread: wgmma on the slots in order, accumulator [tile rows, BLOCK_N] in
+    consumer 0   4 warps each, 232 registers a thread: wgmma on the slots in order, accumulator [TILE_M, BLOCK_N] in
     consumer 1   registers; then bias, activation, rounding and store, STORE_N columns at a time through BUFFERS staging
                  buffers of its own, copied out by bulk tensor copies, which clip rows and columns past the end.
 
-HALVES says who does what:
-    false, "turns"   the consumers take whole tiles alternately, so a slot has one reader. A consumer may begin when the
+HALVES says who does what.
+    false, "turns"   The consumers take whole tiles alternately, so a slot has one reader. A consumer may begin when the
                      other has issued all products of its tile; its epilogue then runs under those of the other.
-    true, "halves"   each consumer takes half the rows of every tile, so a slot has two readers, which share w. Consumer
+    true, "halves"   Each consumer takes half the rows of every tile, so a slot has two readers, which share w. Consumer
                      1 begins a tile when consumer 0 has left LEAD blocks of it behind, so that they finish it at
                      different times. Each epilogue is covered by the blocks in the ring that the other has yet to do.
 
-Cost of a block of K, per SM and clock (4096 flops, 128 bytes of shared memory), for the two ways:
+A block of K costs, at 4096 flops and 128 bytes of shared memory an SM and clock:
                              clocks of products   shared memory: read + written   flops a byte from L2
-    turns  128x128x64        512                  96 + 64 B/clock                  64
-    halves 128x256x64        1024                 80 + 48 B/clock                  85
-One wgmma m64nNk16 reads 64 x 16 of x and N x 16 of w from shared memory, and what arrives is written there once. So
-turns is held to about 80 % of the tensor cores' rate by shared memory, and needs 10.8 TB/s from L2 at 690 TFLOP/s,
-which is what cuBLAS reaches within the power limit; halves needs 8.1 TB/s. Triton's two kernels drew 9.0 and 7.8 TB/s.
+    turns  128x128x64        512                  96 + 64 B/clock                 64
+    halves 128x256x64        1024                 80 + 48 B/clock                 85
+    halves 256x128x64        1024                 96 + 48 B/clock                 85
+A wgmma m64nNk16 reads 64 x 16 of x and N x 16 of w from shared memory, and what arrives is written there once. So
+shared memory holds turns to 80 % of the tensor cores' rate, and it needs 10.8 TB/s from L2 at 690 TFLOP/s, about what
+cuBLAS reaches within the power limit; halves needs 8.1. Triton's kernels of these tiles drew 9.0 and 7.8 at K = 4096.
 An epilogue with bias and GELU is 12 instructions an element, 128 elements a thread: 1500 issue slots, some 2000 clocks.
-The ring of halves covers STAGES x 512 = 2048 of them, that of turns, where the other consumer has slots of its own to
-come, all. At K = 768 a tile of products is 12288 clocks in halves and 6144 in turns.
+The ring of halves covers STAGES x 512 = 2048 of them; turns covers all. A tile takes 12288 and 6144 clocks at K = 768.
 Predicted, us: [16384, 768] x 3072 + GELU  113-120 halves, 125-135 turns (Triton 143.8; flops at 690 TFLOP/s: 112);
 [16384, 768] x 3 x 768  85-90 (93);  [16384, 3072] x 768  110-114 (116; cuBLAS 109);  [16384, 768] x 768  29-31 (32.3).
 
-Barriers. Block number p counts blocks over all tiles of the program: slot p % STAGES, round p // STAGES. Every mbarrier
-has count 1: one thread arrives, after a barrier of its warps (Triton puts it there) when it arrives for all of them.
-`wait(b, parity)` returns when the phase of b with that parity is over: while c phases are over, when c % 2 != parity.
-Waiting for phase n is therefore right exactly if n or n + 1 phases are over, which the last column shows.
+Barriers. p numbers the blocks of all tiles of the program: slot p % STAGES, round p // STAGES. Every mbarrier has count
+1: one thread arrives, for all of its role after a barrier among them, which Triton inserts (tests/aot checks it).
+`wait(b, parity)` goes on when c, the phases of b that are over, has c % 2 != parity. So waiting for phase n is right
+exactly if c is n or n + 1; the last column says why it is not below / not above.
 
-    barrier       arrives, how often             waits, for phase             never n - 1 or fewer / n + 2 phases over
+    barrier       arrives, how often             waits, for phase             c >= n / c <= n + 1
     full[s]       the copies into s (bytes),     reader of p: round of p      all earlier blocks were waited for, by the
                   once a round                                                reader or (turns) before it got its turn /
                                                                               the next copy waits for this reader
-    freed[s]      reader of s, once a round,     producer of p: round of      the producer waited for every round before
-                  when products on s are over    p less 1; round 0: at once   this one / no reader of what is not loaded
+    freed[s]      reader of s, once a round,     producer of p: round of p    the producer waited for every round before
+                  when products on s are over    less 1, in round 0 none      this one / nobody frees what is not loaded
                   (halves: two, one a reader)
-    turns[c]      consumer 1 - c, once a tile,   consumer c, once a tile;     the two alternate strictly: who hands over
-                  products issued (turns only)   consumer 0 first at once     a turn waits for it to come back
-    freed[s] of   (as above)                     halves: consumer 1, once a   fewer: begins too early, which is slower
-    consumer 0                                   tile, for a block of it      but not wrong / p + STAGES cannot be
-                                                                              loaded before consumer 1 has left p
+    turns[c]      consumer 1 - c, once a tile,   consumer c, once a tile;     strictly alternating: who hands over a turn
+                  products issued (turns only)   consumer 0 at first none     waits for it to come back
+    freed[s] of   (as above)                     halves: consumer 1, once a   below: it begins too early, which is slow
+    consumer 0                                   tile, for a block of it      but not wrong / p + STAGES is not loaded
+                                                                              before consumer 1 has left p
 
 No deadlock. A consumer leaves block p when it has issued p + 1 or its tile ends, so it holds one block while it waits
 for the next: STAGES >= 2. In halves consumer 1 waits, holding nothing, for consumer 0 to leave block LEAD - 1 of the
 tile, for which that one needs block LEAD: LEAD < STAGES. Products, epilogue and stores wait for nothing but their own.
-The slower consumer's next block then is always loaded, being loaded, or waits for a slot nobody holds. In turns, a tile
+So the next block of the slower consumer is loaded, being loaded, or due in a slot that nobody holds. In turns, a tile
 of consumer 1 comes after one of consumer 0 and before the next, so every turn waited for is handed over.
-tests/ops/test_linear_hopper.py runs this source on the CPU with its roles interleaved at random, copies and products
-finishing as late as they may, and checks phases, overwritten slots, deadlocks and results.
+tests/ops/test_linear_hopper.py runs this source on the CPU, roles interleaved at random, copies as late as they may be,
+and finds deadlocks, wrong phases, overwritten slots and buffers, and wrong results.
 
 No race. x and w: written and read by the asynchronous proxy alone, ordered by full and freed. Staging: the thread that
 copies a buffer out waits until its copies but the last BUFFERS - 1 have read theirs, then a barrier lets all threads
@@ -84,21 +85,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernl.kernels.activation import activate
-from kernl.kernels.common import (
-    TRITON_TYPES,
-    AotCase,
-    count_launch,
-    let_next_kernel_start,
-    wait_for_previous_kernel,
-)
-from kernl.kernels.linear import (
-    MAX_MERGED,
-    count_column_tiles,
-    halve_columns,
-    pick,
-    pick_number,
-    place_of_tile,
-)
+from kernl.kernels.common import TRITON_TYPES, AotCase, count_launch, let_next_kernel_start, wait_for_previous_kernel
+from kernl.kernels.linear import MAX_MERGED, count_column_tiles, halve_columns, pick, pick_number, place_of_tile
 
 # Triton 3.7 and newer have other names for the same two copies.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -110,11 +98,8 @@ def produce(
     input_desc,
     weights,  # descriptors
     rings,  # x [STAGES, BLOCK_M, BLOCK_K] and w [STAGES, BLOCK_N, BLOCK_K]
-    full,  # [STAGES]
-    freed,  # [STAGES], or [2 * STAGES] in HALVES: 2 * slot + consumer
-    M,
-    sizes,  # N0, N1, N2, N3
-    K,
+    barriers,  # full [STAGES]; freed [STAGES], in HALVES [2 * STAGES]: 2 * slot + consumer; turns [2]
+    sizes,  # M, N0, N1, N2, N3, K
     COUNT: gl.constexpr,
     HALVES: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -123,12 +108,13 @@ def produce(
     """The producer: copy every block of every tile of this program into the ring."""
     wait_for_previous_kernel(USE_PDL)
     x_ring, w_ring = rings
+    full, freed, _ = barriers
+    M, N0, N1, N2, N3, K = sizes
     STAGES: gl.constexpr = x_ring.shape[0]
     BLOCK_M: gl.constexpr = x_ring.shape[1]
     BLOCK_N: gl.constexpr = w_ring.shape[1]
     BLOCK_K: gl.constexpr = x_ring.shape[2]
     BLOCK_BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2  # also of what lies past the end
-    N0, N1, N2, N3 = sizes
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = count_column_tiles(N0, N1, N2, N3, BLOCK_N, COUNT)
     blocks_k = gl.cdiv(K, BLOCK_K)
@@ -186,13 +172,9 @@ def consume(
     outputs,  # descriptors
     biases,  # pointers
     rings,
-    staging,
-    full,
-    freed,
-    turns,  # [2]
-    M,
+    staging,  # [BUFFERS, TILE_M, STORE_N]
+    barriers,
     sizes,
-    K,
     COUNT: gl.constexpr,
     BIAS_MASK: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -204,6 +186,8 @@ def consume(
     """A consumer: its half of every tile, or every other tile."""
     wait_for_previous_kernel(USE_PDL)
     x_ring, w_ring = rings
+    full, freed, turns = barriers
+    M, N0, N1, N2, N3, K = sizes
     STAGES: gl.constexpr = x_ring.shape[0]
     BLOCK_M: gl.constexpr = x_ring.shape[1]
     BLOCK_N: gl.constexpr = w_ring.shape[1]
@@ -211,7 +195,6 @@ def consume(
     TILE_M: gl.constexpr = staging.shape[1]
     FIRST_ROW: gl.constexpr = CONSUMER * TILE_M if HALVES else 0
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    N0, N1, N2, N3 = sizes
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = count_column_tiles(N0, N1, N2, N3, BLOCK_N, COUNT)
     blocks_k = gl.cdiv(K, BLOCK_K)
@@ -329,15 +312,16 @@ def kernl_linear_hopper(
     weights = (weight0_desc, weight1_desc, weight2_desc, weight3_desc)
     outputs = (output0_desc, output1_desc, output2_desc, output3_desc)
     biases = (bias0_ptr, bias1_ptr, bias2_ptr, bias3_ptr)
-    sizes = (N0, N1, N2, N3)
+    barriers = (full, freed, turns)
+    sizes = (M, N0, N1, N2, N3, K)
     # fmt: off
     gl.warp_specialize(
         [
-            (consume, (0, outputs, biases, rings, staging0, full, freed, turns, M, sizes, K, COUNT, BIAS_MASK,
-                       ACTIVATION, HALVES, LEAD, GROUP_M, USE_PDL)),
-            (consume, (1, outputs, biases, rings, staging1, full, freed, turns, M, sizes, K, COUNT, BIAS_MASK,
-                       ACTIVATION, HALVES, LEAD, GROUP_M, USE_PDL)),
-            (produce, (input_desc, weights, rings, full, freed, M, sizes, K, COUNT, HALVES, GROUP_M, USE_PDL)),
+            (consume, (0, outputs, biases, rings, staging0, barriers, sizes, COUNT, BIAS_MASK, ACTIVATION, HALVES,
+                       LEAD, GROUP_M, USE_PDL)),
+            (consume, (1, outputs, biases, rings, staging1, barriers, sizes, COUNT, BIAS_MASK, ACTIVATION, HALVES,
+                       LEAD, GROUP_M, USE_PDL)),
+            (produce, (input_desc, weights, rings, barriers, sizes, COUNT, HALVES, GROUP_M, USE_PDL)),
         ],
         [4, 1],  # warps of consumer 1 and of the producer, and their registers; consumer 0 has what is left
         [232, 40],

@@ -213,15 +213,16 @@ def test_more_elements_than_32_bits_count(config: HopperConfig) -> None:
 def test_gated(config: HopperConfig) -> None:
     products = make_problem(1500, 256, (512, 512), "silu")
     output = torch.full_like(products.outputs[0], float("nan"))
-    gate, up = (
-        [weight, bias] for weight, bias in zip(products.weights, products.biases, strict=True) if bias is not None
-    )
     _run_hopper(_Problem(products.input, products.weights, products.biases, [output], "silu", gated=True), config)
-    wide = products.input.double()
-    exact = reference_linear(wide, *(t.double() for t in gate), "silu") * reference_linear(
-        wide, *(t.double() for t in up), "none"
-    )
-    plain = reference_linear(products.input, *gate, "silu") * reference_linear(products.input, *up, "none")
+
+    def reference(dtype: torch.dtype) -> torch.Tensor:
+        gate, up = (
+            reference_linear(products.input.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype), kind)
+            for weight, bias, kind in zip(products.weights, products.biases, ("silu", "none"), strict=True)
+        )
+        return gate * up
+
+    exact, plain = reference(torch.float64), reference(torch.float16)
     assert_within_budget(output, exact, plain, name=config.name)
 
 

@@ -3,7 +3,8 @@
 No GPU is asked, and Triton's interpreter knows no roles: here producer and consumers are threads of which one runs at a
 time, and hand over at every barrier. Copies arrive, products read their operands and stores read their buffers as late
 as they may, and what a copy is about to overwrite is NaN from the moment it is issued. So a wait for the wrong phase, a
-slot or buffer released too early and a deadlock all show, for some order; broken copies of the source show that they do.
+slot or buffer released too early and a deadlock all show, for some order; broken copies of the source show that they
+do.
 """
 
 from __future__ import annotations
