@@ -47,7 +47,7 @@ exactly if c is n or n + 1; the last column says why it is not below / not above
     freed[s]      reader of s, once a round,     producer of p: round of p    the producer waited for every round before
                   when products on s are over    less 1, in round 0 none      this one / nobody frees what is not loaded
                   (halves: two, one a reader)
-    turns[c]      consumer 1 - c, once a tile,   consumer c, once a tile;     strictly alternating: who hands over a turn
+    turns[c]      consumer 1 - c, once a tile,   consumer c, once a tile;     strictly in turn: who hands one over then
                   products issued (turns only)   consumer 0 at first none     waits for it to come back
     freed[s] of   (as above)                     halves: consumer 1, once a   below: it begins too early, which is slow
     consumer 0                                   tile, for a block of it      but not wrong / p + STAGES is not loaded
