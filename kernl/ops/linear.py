@@ -38,6 +38,7 @@ from kernl.kernels.linear import (
     launch_persistent,
     launch_tiles,
 )
+from kernl.kernels.linear_hopper import HOPPER_CONFIGS, HopperConfig, launch_hopper
 from kernl.ops.common import (
     LIB,
     Ahead,
@@ -55,6 +56,9 @@ from kernl.runtime.capture_order import graphs_take_turns
 from kernl.runtime.tuning import Candidate, choose, known_choice
 
 Implementation = Callable[[], object]
+
+OFFER_HOPPER = False
+"""Whether the warp-specialised kernel (kernels/linear_hopper.py) is among the implementations. Not before measured."""
 
 
 def linear(
@@ -272,6 +276,18 @@ def _run_config(problem: _Problem, config: LinearConfig) -> None:
     launch_tiles(config, *operands, gated=problem.gated, allow_tf32=_tf32_allowed(), counters=counters, use_pdl=pdl)
 
 
+def _run_hopper(problem: _Problem, config: HopperConfig) -> None:
+    pdl = use_pdl(problem.input)
+    if problem.gated:
+        products, up = problem.ungated()
+        _run_hopper(products, config)
+        launch_activation(problem.outputs[0], problem.activation, multiplier=up, use_pdl=pdl)
+        return
+    operands = (problem.input, problem.weights, problem.biases, problem.outputs, problem.activation)
+    sm_count = capability_of(problem.input.device).sm_count or 132
+    launch_hopper(config, *operands, sm_count=sm_count, use_pdl=pdl)
+
+
 def _run_cublas(problem: _Problem) -> None:
     if problem.gated:
         products, up = problem.ungated()
@@ -314,20 +330,35 @@ def _offered_configs(problem: _Problem) -> tuple[LinearConfig, ...]:
     return configs(problem.arch, problem.rows, input.dtype, tma=tma)
 
 
+def _hopper_configs(problem: _Problem) -> tuple[HopperConfig, ...]:
+    input = problem.input
+    if not input.is_cuda or problem.arch != 90 or input.element_size() != 2 or problem.rows <= 512:
+        return ()
+    if len(problem.weights) > MAX_MERGED or not fits_descriptors(input, problem.weights):
+        return ()
+    return HOPPER_CONFIGS
+
+
 def _may_alternate(problem: _Problem) -> bool:
     """Whether one kernel can take its columns from the two weights of a gated layer in turn."""
     (gate, up), (gate_bias, up_bias) = problem.weights, problem.biases
     return gate.stride() == up.stride() and (gate_bias is None) == (up_bias is None)
 
 
-def implementations(problem: _Problem) -> dict[str, Implementation]:
-    """Every way to run this problem, by name: "cublas", perhaps "cublaslt", and the Triton configurations."""
+def implementations(problem: _Problem, *, hopper: bool = OFFER_HOPPER) -> dict[str, Implementation]:
+    """Every way to run this problem, by name: "cublas", perhaps "cublaslt", and the Triton configurations.
+
+    hopper: those of the warp-specialised kernel too.
+    """
     ways: dict[str, Implementation] = {"cublas": lambda: _run_cublas(problem)}
     single_with_bias = len(problem.weights) == 1 and problem.biases[0] is not None
     if single_with_bias and problem.activation in ("relu", "gelu_tanh") and problem.input.is_cuda:
         ways["cublaslt"] = lambda: _run_cublaslt(problem)
     for config in _offered_configs(problem):
         ways[config.name] = lambda config=config: _run_config(problem, config)  # type: ignore[misc]
+    if hopper:
+        for specialised in _hopper_configs(problem):
+            ways[specialised.name] = lambda config=specialised: _run_hopper(problem, config)  # type: ignore[misc]
     return ways
 
 
@@ -574,7 +605,7 @@ def _compilation_key(problem: _Problem, name: str) -> Hashable | None:
     aligned = tuple(weight.data_ptr() % 16 == 0 for weight in problem.weights)
     if problem.gated:
         aligned += (gap_in_elements(problem.weights) % 16 == 0,)
-    inner = problem.input.shape[1] % 16 == 0 if name.startswith("persistent") else problem.input.shape[1]
+    inner = problem.input.shape[1] % 16 == 0 if name.startswith(("persistent", "hopper")) else problem.input.shape[1]
     return name, dtype, activation, has_bias, inner, sizes, aligned, _tf32_allowed() and dtype == torch.float32
 
 
