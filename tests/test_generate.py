@@ -43,6 +43,8 @@ from kernl.generate import LOOK_EVERY, loop_of
 from kernl.report import forget_warnings
 from tests import tiny
 
+pytestmark = pytest.mark.many_cases
+
 VOCABULARY = 97
 T5 = {"vocab_size": VOCABULARY, "d_model": 24, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}

@@ -21,6 +21,8 @@ from kernl.runtime.cuda_graph import CudaGraphRunner
 from tests.runtime.fake_device import FakeDevice
 from tests.test_generate import ENDLESS, build, check, prompt
 
+pytestmark = pytest.mark.many_cases
+
 # Calls for which a GPU's host waits, or whose results have sizes that depend on data.
 WAITING = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "_unique2", "isin", "masked_select")
 
