@@ -133,6 +133,9 @@ def cache_of(config: Any, capacity: int, batch: int, shapes: Sequence[LayerShape
             # Marked by transformers as constants of a graph: each cache would be compiled anew.
             if hasattr(tensor, "_dynamo_static_input_type"):
                 del tensor._dynamo_static_input_type
+        for tensor in (layer.keys, layer.values):
+            # Numbers of every call, and never to be taken for a batch or a length that is equal by chance.
+            torch._dynamo.mark_static(tensor, [1, 3])
     return cache
 
 

@@ -520,3 +520,13 @@ def test_lengths_of_caches() -> None:
     assert all(capacity_for(n) >= n for n in range(1, 1000))
     encoder = {encoder_capacity_for(n) for n in range(1, 1000)}
     assert not encoder & set(lengths) and all(encoder_capacity_for(n) >= n for n in range(1, 1000))
+
+
+def test_sizes_equal_by_chance_are_not_taken_for_one() -> None:
+    """Two rows, two heads of keys: attention is fused in all layers, of prefill and of steps."""
+    model = LlamaForCausalLM(LlamaConfig(**DECODER)).eval()
+    kernl.optimize_model(model, generate="fast")
+    prompt = torch.randint(3, VOCABULARY, (DECODER["num_key_value_heads"], 7))
+    with torch.no_grad():
+        model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
+    assert model.kernl.report().matched("attention") == 2 * DECODER["num_hidden_layers"]
