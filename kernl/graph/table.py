@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import inspect
 import operator
+import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -241,6 +243,10 @@ class _Spelling:
     variadic: str | None  # the parameter that swallows the remaining positional arguments
     inplace: bool
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.parameters)
+
 
 SCHEMAS: dict[str, Parameters] = {
     # read by functions of their own, below
@@ -301,6 +307,17 @@ def call_of(node: Any) -> Call | None:
     """
     if not isinstance(node, Node):
         return None
+    known = _calls_read.get(node)
+    if known is None or not (known[0] is node.target and known[1] is node.args and known[2] is node.kwargs):
+        known = _calls_read[node] = (node.target, node.args, node.kwargs, _read(node))
+    return known[3]
+
+
+# A node is looked at by many patterns; it gets new arguments, as objects, when one of them is replaced.
+_calls_read: weakref.WeakKeyDictionary[Node, tuple[Any, Any, Any, Call | None]] = weakref.WeakKeyDictionary()
+
+
+def _read(node: Node) -> Call | None:
     target = node.target
     spelling: _Spelling | None = None
     if node.op == "call_method":
@@ -365,10 +382,9 @@ def _bind(spelling: _Spelling, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             bound[name] = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else tuple(rest)
             break
         bound[name] = value
-    names = {name for name, _ in parameters}
     for name, value in kwargs.items():
-        name = name if name in names else _SYNONYMS.get(name, name)
-        if name not in names or name in bound:
+        name = name if name in spelling.names else _SYNONYMS.get(name, name)
+        if name not in spelling.names or name in bound:
             return None
         bound[name] = tuple(value) if isinstance(value, list) else value
     for name, default in parameters:
