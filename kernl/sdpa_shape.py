@@ -37,28 +37,53 @@ def sdpa_of_any_batch(is_on: bool = True) -> Iterator[None]:
 
 
 def _scaled_dot_product_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
-    if not _is_on.get() or get_proxy_mode() is not None or not _shape_is_known(query, key, value):
-        return _sdpa._op_dk(_key, query, key, value, *others, **options)
-    batch, heads, seqlen, _ = query.shape
-    # Dense as [batch, seqlen, heads, dim]: PyTorch's fused kernels and kernl's write it like that.
-    return query.new_empty(batch, seqlen, heads, value.shape[3]).transpose(1, 2)
+    if (
+        not _is_on.get()
+        or get_proxy_mode() is not None
+        or not _shape_is_known(query, key, value)
+        or (attn_mask is not None and (is_causal or not _mask_fits(attn_mask, query, key)))
+    ):
+        return _sdpa._op_dk(_key, query, key, value, attn_mask, dropout_p, is_causal, **options)
+    batch, heads, seqlen, head_dim = query.shape
+    # Dense as [batch, seqlen, heads, head_dim]: PyTorch's fused kernels and kernl's write it like that.
+    return query.new_empty(batch, seqlen, heads, head_dim).transpose(1, 2)
 
 
 def _shape_is_known(*operands: torch.Tensor) -> bool:
-    """Whether these are [batch, heads, seqlen, dim] of one batch and type, and nobody records gradients."""
+    """Whether these are [batch, heads, seqlen, dim] of one batch, dim and type, and nobody records gradients."""
     if not all(type(tensor) is FakeTensor and tensor.dim() == 4 for tensor in operands):
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
         return False
-    query = operands[0]
-    return all(
+    query, key, value = operands
+    return statically_known_true(key.shape[2] == value.shape[2]) and all(
         tensor.dtype == query.dtype
         and tensor.device == query.device
         and statically_known_true(tensor.shape[0] == query.shape[0])
+        and statically_known_true(tensor.shape[3] == query.shape[3])
         and _divides(tensor.shape[1], query.shape[1])
-        for tensor in operands[1:]
+        for tensor in (key, value)
+    )
+
+
+def _mask_fits(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether a mask broadcasts to the scores. Its sizes are 1, or made those of the scores by a guard."""
+    if type(mask) is not FakeTensor or mask.dtype not in (torch.bool, query.dtype) or not 2 <= mask.dim() <= 4:
+        return False
+    if mask.device != query.device or (torch.is_grad_enabled() and mask.requires_grad):
+        return False
+    scores = (*query.shape[:3], key.shape[2])
+    return all(
+        (isinstance(size, int) and size == 1) or bool(size == wanted)
+        for size, wanted in zip(mask.shape, scores[4 - mask.dim() :])
     )
 
 

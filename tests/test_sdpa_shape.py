@@ -59,3 +59,29 @@ def test_values_are_never_taken_from_it() -> None:
     expected = F.scaled_dot_product_attention(x, x, x)
     with sdpa_of_any_batch(), enable_python_dispatcher():
         torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 6), (1, 1, 5, 7), (3, 1, 5, 6), (2, 3, 5, 6)])
+def test_masks_that_do_not_fit_are_pytorchs_errors(shape: tuple[int, ...]) -> None:
+    query, key = torch.empty(2, 4, 5, 8), torch.empty(2, 4, 6, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, enable_python_dispatcher(), torch.no_grad():
+        query, key = mode.from_tensor(query), mode.from_tensor(key)
+        mask = torch.ones(shape, dtype=torch.bool)
+        with sdpa_of_any_batch(), pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_masks_of_other_types_are_pytorchs_errors(dtype: torch.dtype) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, enable_python_dispatcher(), torch.no_grad():
+        x = mode.from_tensor(torch.empty(2, 4, 5, 8))
+        with sdpa_of_any_batch(), pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(5, 5, dtype=dtype))
+
+
+def test_strides_where_dimensions_differ() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, enable_python_dispatcher(), torch.no_grad():
+        x, value = mode.from_tensor(torch.empty(2, 4, 5, 8)), mode.from_tensor(torch.empty(2, 4, 5, 6))
+        expected = F.scaled_dot_product_attention(x, x, value).stride()
+        with sdpa_of_any_batch():
+            assert F.scaled_dot_product_attention(x, x, value).stride() == expected
