@@ -78,7 +78,7 @@ class Layout:
     """What a DecodingMemory is made for; equal layouts can share one.
 
     plain: names and values of the model's arguments that are no tensors. encoder: shape and dtype of its states.
-    cache_name: the argument by which the model takes its cache.
+    cache_name: the argument by which the model takes its cache. autocast: the type it casts to, None when it is off.
     """
 
     batch: int
@@ -88,6 +88,7 @@ class Layout:
     arguments: tuple[Argument, ...]
     plain: tuple[tuple[str, Any], ...]
     encoder: tuple[tuple[int, ...], torch.dtype] | None
+    autocast: torch.dtype | None = None
 
     def larger(self, length: int) -> Layout:
         return dataclasses.replace(self, capacity=capacity_for(length))
@@ -106,6 +107,8 @@ class LayerShape:
     def of(layer: Any) -> LayerShape:
         if not layer.is_initialized:
             raise Unserved("a layer of the model leaves its cache empty")
+        if layer.keys.dtype != layer.values.dtype:
+            raise Unserved(f"keys are {layer.keys.dtype} and values {layer.values.dtype}")
         _, heads, _, key_dim = layer.keys.shape
         return LayerShape(heads, key_dim, layer.values.shape[-1], layer.keys.dtype)
 
@@ -272,8 +275,8 @@ class Program:
     """Prefill and step in one memory with one way to choose tokens, each behind a CUDA-graph runner.
 
     forward: the model, called with what `prepare_inputs_for_generation` takes.
-    weights: tensors that the graphs will read by address. make_runner: from a function and the number of its first
-    inputs that are used by address, or None to run it plainly (on the CPU).
+    weights: tensors that the graphs will read by address. make_runner: from a function, the number of its first inputs
+    that are used by address and the number of those it writes, or None to run it plainly (on the CPU).
     """
 
     def __init__(
@@ -282,7 +285,7 @@ class Program:
         choice: TokenChoice,
         forward: Callable[..., Any],
         weights: Sequence[Tensor],
-        make_runner: Callable[[Callable[..., Any], int], CudaGraphRunner] | None,
+        make_runner: Callable[[Callable[..., Any], int, int], CudaGraphRunner] | None,
     ) -> None:
         self.memory = memory
         self._choice = choice
@@ -292,7 +295,8 @@ class Program:
         self._run_prefill: Callable[..., Any] = self._prefill
         self._run_step: Callable[..., Any] = self._step
         if make_runner is not None:
-            self.runners = [make_runner(function, len(self._fixed)) for function in (self._prefill, self._step)]
+            fixed, written = len(self._fixed), len(memory.tensors)
+            self.runners = [make_runner(function, fixed, written) for function in (self._prefill, self._step)]
             self._run_prefill, self._run_step = self.runners
 
     def prefill(

@@ -125,6 +125,7 @@ def loop_of(model: Any) -> FastLoop:
 
 
 _loops: weakref.WeakKeyDictionary[Any, FastLoop] = weakref.WeakKeyDictionary()
+_encoder_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _loops_lock = threading.Lock()
 
 
@@ -158,6 +159,8 @@ def _own_generate(model: Any) -> Callable[..., Any]:
     if isinstance(handle, Handle):
         return handle.before.get("generate") or functools.partial(type(model).generate, model)
     own: Callable[..., Any] = model.generate
+    if isinstance(own, functools.partial) and own.func in (generate, sys.modules[__name__]):
+        return functools.partial(type(model).generate, model)  # kernl.generate, put there by the user
     return own
 
 
@@ -166,6 +169,9 @@ def _in_transformers_loop(own: Callable[..., Any], given: Mapping[str, Any], rep
     report.generation.transformers[reason] += 1
     config = given.get("generation_config")
     if config is None:
+        parameters = inspect.signature(own).parameters
+        if "disable_compile" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return own(**given)  # a `generate` of the model's own, which takes other arguments
         return own(**{"disable_compile": True, **given})
     config = copy.deepcopy(config)
     config.disable_compile = True
@@ -186,8 +192,10 @@ class FastLoop:
         self._lock = threading.RLock()
         without_graphs = replace(options, cuda_graph="never", guards="full", buckets="off")
         self._door = StepDoor(model, _with_preparation(plain), without_graphs, report)
-        self._encoder_door = _encoder_door(model, options, report)
+        self._encoder_door: FrontDoor | None = None
+        self._find_encoder: Callable[[], Any] = lambda: None
         self._state: ModelState | None = None
+        self._kinds: list[Any] = []
         self._shapes: dict[Any, tuple[list[LayerShape], list[LayerShape]]] = {}
         self._memories: collections.OrderedDict[Layout, DecodingMemory] = collections.OrderedDict()
         self._programs: dict[Layout, collections.OrderedDict[Any, Program]] = {}
@@ -229,18 +237,22 @@ class FastLoop:
 
     def runners(self) -> list[CudaGraphRunner]:
         return [
-            runner for of_one in self._programs.values() for program in of_one.values() for runner in program.runners
+            runner
+            for of_one in _values_now(self._programs)
+            for program in _values_now(of_one)
+            for runner in program.runners
         ]
 
     def memory_bytes(self) -> int:
         """Bytes of the static caches and the tensors beside them."""
-        return sum(memory.nbytes for memory in self._memories.values())
+        return sum(memory.nbytes for memory in _values_now(self._memories))
 
     def _count_graphs(self) -> dict[str, Any]:
+        runners = self.runners()
         skipped: collections.Counter[str] = collections.Counter()
-        for runner in self.runners():
+        for runner in runners:
             skipped.update(runner.skips)
-        return {"captured": sum(runner.graph_count() for runner in self.runners()), "skipped": dict(skipped)}
+        return {"captured": sum(runner.graph_count() for runner in runners), "skipped": dict(skipped)}
 
     def _prepared_by_transformers(self, model: Any, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Call transformers' `generate` with our loop in the place of its own."""
@@ -248,6 +260,7 @@ class FastLoop:
 
             def loop(
                 model: Any,
+                /,
                 input_ids: Tensor,
                 logits_processor: Any = None,
                 stopping_criteria: Any = None,
@@ -259,10 +272,22 @@ class FastLoop:
                     model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
                 )
 
-            if self._encoder_door is not None:
-                encoder.enter_context(_served_by(model.get_encoder(), self._encoder_door))
-            tokens = own(**given, custom_generate=loop)
+            if getattr(model.config, "is_encoder_decoder", False):
+                encoder.enter_context(_served_by(model.get_encoder(), self._door_of(model.get_encoder())))
+            tokens = own(**{**given, "custom_generate": loop})
         return tokens
+
+    def _door_of(self, encoder: nn.Module) -> FrontDoor:
+        """The front door of the encoder that the model has now, which `generate` calls by itself."""
+        if self._encoder_door is None or self._find_encoder() is not encoder:
+            from kernl.optimize import plain_forward
+
+            if self._encoder_door is not None:
+                self._encoder_door.close()
+            plain = plain_forward(encoder, vars(encoder).get("forward"))
+            self._encoder_door = FrontDoor(encoder, plain, self.options, self.report)
+            self._find_encoder = weakref.ref(encoder)
+        return self._encoder_door
 
     def _loop(
         self,
@@ -308,7 +333,8 @@ class FastLoop:
 
     def _follow_changes(self, model: nn.Module) -> None:
         """Drop what belongs to the model as it was."""
-        if self._state is not None and self._state.unchanged(model, addresses=False):
+        state = self._state
+        if state is not None and state.unchanged(model, addresses=False) and self._kinds == _kinds(state.tensors):
             return
         self.release()
         self._shapes.clear()
@@ -316,6 +342,7 @@ class FastLoop:
             self._state = ModelState(model)
         except (RuntimeError, NotImplementedError) as error:
             raise Unserved(f"weights cannot be compared ({reason_of(error)})") from None
+        self._kinds = _kinds(self._state.tensors)
 
     def _program(self, model: Any, layout: Layout, choice: TokenChoice, call: Call) -> tuple[DecodingMemory, Program]:
         memory = self._memory(model, layout, call)
@@ -359,15 +386,20 @@ class FastLoop:
 
     def _layer_shapes(self, model: Any, layout: Layout, call: Call) -> tuple[list[LayerShape], list[LayerShape]]:
         """Heads and dimensions of the cache's layers, which only the model knows: by one plain call of it."""
-        key = (layout.encoder is not None, torch.is_autocast_enabled(layout.device.type))
+        key = (layout.encoder is not None, layout.autocast)
         if key not in self._shapes:
             config = model.config.get_text_config(decoder=True)
             own = lazy_cache(config, layout.capacity)
             cross = lazy_cache(config, layout.encoder[0][1]) if layout.encoder is not None else None
             inputs = dict(call.original)
             inputs[layout.cache_name] = own if cross is None else EncoderDecoderCache(own, cross)
-            with torch.no_grad():
-                self._door.plain(model, call.prompt, is_first_iteration=True, **inputs)
+            try:
+                with torch.no_grad():
+                    self._door.plain(model, call.prompt, is_first_iteration=True, **inputs)
+            except RuntimeError as error:
+                if layout.autocast is None or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise Unserved(f"a static cache under autocast: {reason_of(error)}") from None  # keys and values differ
             layers: Any = [] if cross is None else cross.layers
             self._shapes[key] = [LayerShape.of(x) for x in own.layers], [LayerShape.of(x) for x in layers]
         return self._shapes[key]
@@ -381,13 +413,30 @@ class FastLoop:
             raise Unserved(f"no CUDA graph can be captured on the {device.type.upper()}")
         return device.type == "cuda" and self.options.cuda_graph != "never"
 
-    def _make_runner(self, function: Callable[..., Any], fixed: int) -> CudaGraphRunner:
+    def _make_runner(self, function: Callable[..., Any], fixed: int, written: int) -> CudaGraphRunner:
         def on_skip(reason: str) -> None:
             self.report.note(f"generation runs without a CUDA graph: {reason}")
             warn_once(f"skip:{reason}", f"kernl generates with {self.report.subject} without a CUDA graph: {reason}")
 
         make = InsistentRunner if self.options.cuda_graph == "always" else CudaGraphRunner
-        return make(function, fixed_inputs=range(fixed), max_graphs=self.options.max_graphs, on_skip=on_skip)
+        return make(
+            function,
+            fixed_inputs=range(fixed),
+            mutated_inputs=range(written),  # so that half of a step is never followed by a whole one
+            max_graphs=self.options.max_graphs,
+            on_skip=on_skip,
+        )
+
+
+def _values_now(mapping: Mapping[Any, Any]) -> list[Any]:
+    """The values of a mapping that another thread, which is generating, may change at any moment."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return list(mapping.values())
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
+    return [(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]
 
 
 def _with_preparation(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -421,28 +470,21 @@ def fill_on_device(gm: torch.fx.GraphModule) -> None:
     gm.recompile()
 
 
-def _encoder_door(model: Any, options: Options, report: Report) -> FrontDoor | None:
-    """A front door for the encoder, which `generate` calls by itself."""
-    from kernl.optimize import plain_forward
-
-    if not getattr(model.config, "is_encoder_decoder", False):
-        return None
-    encoder = model.get_encoder()
-    return FrontDoor(encoder, plain_forward(encoder, vars(encoder).get("forward")), options, report)
-
-
 @contextlib.contextmanager
 def _served_by(module: nn.Module, door: FrontDoor) -> Iterator[None]:
-    """Inside, calls of a module go through a front door."""
-    places, before = vars(module), vars(module).get("forward")
-    places["forward"] = _like(door.make_forward(), module.forward)
-    try:
-        yield
-    finally:
-        if before is None:
-            del places["forward"]
-        else:
-            places["forward"] = before
+    """Inside, calls of a module go through a front door. Models that share it wait for one another."""
+    with _loops_lock:
+        lock = _encoder_locks.setdefault(module, threading.RLock())
+    with lock:
+        places, before = vars(module), vars(module).get("forward")
+        places["forward"] = _like(door.make_forward(), module.forward)
+        try:
+            yield
+        finally:
+            if before is None:
+                del places["forward"]
+            else:
+                places["forward"] = before
 
 
 def _like(forward: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -454,9 +496,14 @@ def why_not_by_arguments(model: Any, given: Mapping[str, Any]) -> str | None:
     """Why transformers' loop must run, where the arguments alone tell; None when they do not."""
     kind = type(model)
     is_known = kind.generate is GenerationMixin.generate or kind.generate.__module__.endswith("generation_whisper")
-    if not is_known or kind._sample is not GenerationMixin._sample:
+    own = {"_sample", "_update_model_kwargs_for_generation"}
+    if (
+        not is_known
+        or own & vars(model).keys()
+        or any(getattr(kind, n) is not getattr(GenerationMixin, n) for n in own)
+    ):
         return f"{kind.__name__} has a loop of its own"
-    if model.training:
+    if any(module.training for module in model.modules()):
         return "the model is in training mode"
     for name in _NEED_TRANSFORMERS_LOOP:
         if given.get(name):
@@ -548,6 +595,7 @@ def read_model_arguments(model: Any, prompt: Tensor, max_length: int, model_kwar
         arguments=tuple(found),
         plain=tuple(plain),
         encoder=None if encoder is None else (tuple(encoder.shape), encoder.dtype),
+        autocast=_autocast_dtype(prompt.device),
     )
     return Call(prompt, layout, tensors, encoder, arguments)
 
@@ -579,6 +627,10 @@ def _read_encoder(model: Any, batch: int, arguments: dict[str, Any]) -> Tensor:
         states = nn.functional.pad(states, (0, 0, 0, rest))
     arguments["encoder_outputs"] = type(outputs)(last_hidden_state=states)
     return states
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _last_position(config: Any) -> int:

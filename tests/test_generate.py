@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -530,3 +531,48 @@ def test_sizes_equal_by_chance_are_not_taken_for_one() -> None:
     with torch.no_grad():
         model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
     assert model.kernl.report().matched("attention") == 2 * DECODER["num_hidden_layers"]
+
+
+def test_a_replaced_encoder_is_noticed() -> None:
+    model, other = build("t5"), build("t5", seed=5)
+    check(model, **prompt("t5"), max_new_tokens=6)
+    model.encoder = other.encoder
+    check(model, **prompt("t5"), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("family", ["t5", "gpt2", "llama"])
+def test_another_dtype_and_autocast_between_calls(family: str) -> None:
+    model, inputs = build(family), prompt(family)
+    check(model, **inputs, max_new_tokens=6)
+    for dtype in (torch.float64, torch.float32):
+        check(model.to(dtype), **inputs, max_new_tokens=6)
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert kernl.generate(model, **inputs, max_new_tokens=6).shape[0] == len(inputs["input_ids"])
+    check(model, **inputs, max_new_tokens=6)
+
+
+def test_a_generate_of_the_models_own_keeps_its_arguments() -> None:
+    class Strict(LlamaForCausalLM):
+        def generate(self, input_ids: torch.Tensor, count: int) -> torch.Tensor:  # type: ignore[override]
+            return input_ids[:, :count]
+
+    model = kernl.optimize_model(Strict(LlamaConfig(**DECODER)).eval())
+    assert model.generate(torch.ones(1, 4, dtype=torch.long), 3).shape == (1, 3)
+
+
+def test_spellings_that_transformers_takes() -> None:
+    model, inputs = build("llama"), prompt("llama")
+    with kernl.disabled():
+        want = model.generate(**inputs, max_new_tokens=5)
+    assert torch.equal(kernl.generate(model, **inputs, max_new_tokens=5, custom_generate=None), want)
+    model.generate = functools.partial(kernl.generate, model)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=5), want)
+
+
+@pytest.mark.parametrize("name", ["_sample", "_update_model_kwargs_for_generation"])
+def test_methods_replaced_on_the_model_mean_transformers_loop(name: str) -> None:
+    model, inputs = build("llama"), prompt("llama")
+    setattr(model, name, getattr(model, name))
+    kernl.generate(model, **inputs, max_new_tokens=3)
+    assert "has a loop of its own" in str(loop_of(model).report)

@@ -6,6 +6,7 @@ in it may ask the host.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import kernl
 from kernl.decoding import DecodingMemory
 from kernl.generate import FastLoop, fill_on_device, loop_of
 from kernl.runtime.cuda_graph import CudaGraphRunner
+from kernl.token_choice import TokenChoice
 from tests.runtime.fake_device import FakeDevice
 from tests.test_generate import ENDLESS, build, check, prompt
 
@@ -83,8 +85,8 @@ class TapeDevice(FakeDevice):
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[TapeDevice]:
     tapes = TapeDevice()
 
-    def make_runner(self: FastLoop, function: Callable[..., Any], fixed: int) -> CudaGraphRunner:
-        return CudaGraphRunner(function, fixed_inputs=range(fixed), capture_device=tapes)
+    def make_runner(self: FastLoop, function: Callable[..., Any], fixed: int, written: int) -> CudaGraphRunner:
+        return CudaGraphRunner(function, fixed_inputs=range(fixed), mutated_inputs=range(written), capture_device=tapes)
 
     monkeypatch.setattr(FastLoop, "_takes_graphs", lambda self, device: True)
     monkeypatch.setattr(FastLoop, "_make_runner", make_runner)
@@ -213,3 +215,19 @@ def test_released_memory_comes_back(device: TapeDevice) -> None:
     model.kernl.release()
     assert not model.kernl.memory()["graphs"] and not model.kernl.memory()["generation"]
     assert torch.equal(model.generate(**prompt("llama"), max_new_tokens=8), first)
+
+
+def test_half_a_step_is_never_followed_by_a_whole_one(device: TapeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out after the forward of the first step: the caches are written, so that it cannot begin again."""
+    model, calls = build("llama"), itertools.count()
+    choose = TokenChoice.__call__
+
+    def failing(self: TokenChoice, progress: Any, logits: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 2:  # prefill, as run and as captured, then the step
+            raise torch.OutOfMemoryError("no memory")
+        return choose(self, progress, logits)
+
+    monkeypatch.setattr(TokenChoice, "__call__", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        kernl.generate(model, **prompt("llama"), max_new_tokens=6)
+    monkeypatch.undo()
