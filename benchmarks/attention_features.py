@@ -178,22 +178,32 @@ class Problem:
         case = self.case
         if not case.flags & {"lengths", "packed"} and not case.numbers.keys() & {"window", "prefix"}:
             return None
-        queries, keys = self.query.shape[2], self.key.shape[2]
+        rows, queries, keys = case.batch if "lengths" in case.flags else 1, self.query.shape[2], self.key.shape[2]
+        batch = torch.arange(rows, device=self.device)[:, None, None, None]
         query = torch.arange(queries, device=self.device)[:, None]
         key = torch.arange(keys, device=self.device)[None, :]
-        seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=self.device)
-        if "causal" in case.flags:
-            seen = seen & (key <= query)
-        if "window" in case.numbers:
-            seen = seen & (query - key < case.numbers["window"])
-        if "prefix" in case.numbers:
-            seen = seen | (key < case.numbers["prefix"])
-        if "lengths" in case.flags:
-            lengths = torch.tensor(self.lengths, device=self.device)
-            seen = seen & (key < lengths[:, None, None, None])
-        if "packed" in case.flags:
-            seen = seen & (self.owner[:, None] == self.owner[None, :])
-        return seen
+        return self.rule()(batch, query, key).expand(rows, 1, queries, keys)
+
+    def rule(self) -> Callable[[Any, Any, Any], Any]:
+        """Whether a query sees a key, by their numbers and the batch row's: tensors, or what FlexAttention has."""
+        flags, numbers, owner = self.case.flags, self.case.numbers, self.owner if "packed" in self.case.flags else None
+        lengths = torch.tensor(self.lengths, device=self.device)
+
+        def sees(batch: Any, query: Any, key: Any) -> Any:
+            seen = query >= 0
+            if "causal" in flags:
+                seen = seen & (key <= query)
+            if "window" in numbers:
+                seen = seen & (query - key < numbers["window"])
+            if "prefix" in numbers:
+                seen = seen | (key < numbers["prefix"])
+            if "lengths" in flags:
+                seen = seen & (key < lengths[batch])
+            if owner is not None:
+                seen = seen & (owner[query] == owner[key])
+            return seen
+
+        return sees
 
     @cached_property
     def owner(self) -> torch.Tensor:
@@ -273,25 +283,15 @@ def with_flex(problem: Problem) -> Function:
     if "decode" in case.flags:
         raise ValueError("a cache is not measured with it")
 
+    rule = problem.rule()
+
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        seen = query >= 0
-        if "causal" in case.flags:
-            seen = seen & (key <= query)
-        if "window" in case.numbers:
-            seen = seen & (query - key < case.numbers["window"])
-        if "prefix" in case.numbers:
-            seen = seen | (key < case.numbers["prefix"])
-        if "lengths" in case.flags:
-            seen = seen & (key < lengths[batch])
-        if "packed" in case.flags:
-            seen = seen & (problem.owner[query] == problem.owner[key])
-        return seen
+        return rule(batch, query, key)
 
     def biased(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
         assert bias is not None
         return score + bias[0, head, query, key]
 
-    lengths = torch.tensor(problem.lengths, device=problem.device)
     block_mask = None
     if case.flags & {"causal", "lengths", "packed"} or case.numbers.keys() & {"window", "prefix"}:
         rows = case.batch if "lengths" in case.flags else None
@@ -335,6 +335,17 @@ def time_forward(function: Function, problem: Problem, replays: int) -> float:
     return timing.median_ms * 1e3
 
 
+def time_forward_if_possible(function: Function, problem: Problem, replays: int) -> float | None:
+    """The same, or None with a line that says why."""
+
+    def make() -> Callable[[], Any]:
+        us = time_forward(function, problem, replays)
+        return lambda: us
+
+    answer = run_if_available("of a forward pass", make)
+    return None if answer is None else answer()
+
+
 def time_both(function: Function, problem: Problem, replays: int, trial: Trial | None = None) -> float | None:
     """Microseconds of a forward and a backward pass; None with a line that says why."""
     leaves = [tensor.detach().requires_grad_() for tensor in problem.operands]
@@ -373,19 +384,11 @@ def own_kernels(problem: Problem, replays: int, forward_only: bool) -> tuple[Tri
     function = with_kernl(problem, trial)
     with torch.no_grad():
         function(*problem.operands)
-    race("attention", lambda: _measured(lambda: time_forward(function, problem, replays)))
+    race("attention", lambda: time_forward_if_possible(function, problem, replays))
     if not forward_only and problem.case.needs_backward:
         time_both(function, problem, 1, trial)
         race("attention_backward", lambda: time_both(function, problem, replays, trial))
     return trial, taken
-
-
-def _measured(measure: Callable[[], float]) -> float | None:
-    try:
-        return measure()
-    except Exception as error:
-        print(f"left out: {type(error).__name__}: {str(error)[:120]}")
-        return None
 
 
 def measure(case: Case, arguments: argparse.Namespace, results: Results) -> None:

@@ -40,7 +40,7 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache, GenerationMixin
 from transformers.generation import GenerationMode
 
-from kernl.backend import InsistentRunner, load_options
+from kernl.backend import InsistentRunner, kind_of, load_options
 from kernl.decoding import (
     ADVANCES,
     GROWS,
@@ -219,9 +219,8 @@ class FastLoop:
     def release(self) -> None:
         """Give all memory back: caches, graphs and their pool. What was compiled stays."""
         with self._lock:
-            for programs in self._programs.values():
-                for program in programs.values():
-                    program.release()
+            for runner in self.runners():
+                runner.release()
             self._programs.clear()
             self._memories.clear()
 
@@ -334,7 +333,11 @@ class FastLoop:
     def _follow_changes(self, model: nn.Module) -> None:
         """Drop what belongs to the model as it was."""
         state = self._state
-        if state is not None and state.unchanged(model, addresses=False) and self._kinds == _kinds(state.tensors):
+        if (
+            state is not None
+            and state.unchanged(model, addresses=False)
+            and self._kinds == list(map(kind_of, state.tensors))
+        ):
             return
         self.release()
         self._shapes.clear()
@@ -342,7 +345,7 @@ class FastLoop:
             self._state = ModelState(model)
         except (RuntimeError, NotImplementedError) as error:
             raise Unserved(f"weights cannot be compared ({reason_of(error)})") from None
-        self._kinds = _kinds(self._state.tensors)
+        self._kinds = list(map(kind_of, self._state.tensors))
 
     def _program(self, model: Any, layout: Layout, choice: TokenChoice, call: Call) -> tuple[DecodingMemory, Program]:
         memory = self._memory(model, layout, call)
@@ -433,10 +436,6 @@ def _values_now(mapping: Mapping[Any, Any]) -> list[Any]:
     while True:
         with contextlib.suppress(RuntimeError):
             return list(mapping.values())
-
-
-def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
-    return [(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]
 
 
 def _with_preparation(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -524,11 +524,13 @@ def fits_descriptors(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> bo
     ) and all(weight.shape[0] % step == 0 for weight in weights)
 
 
-def _padded(values: Sequence[object]) -> list[object]:
+def padded(values: Sequence[object]) -> list[object]:
+    """One value for each of MAX_MERGED weights, None for those that are not there."""
     return [*values, *([None] * (MAX_MERGED - len(values)))]
 
 
-def _bias_mask(biases: Sequence[torch.Tensor | None]) -> int:
+def bias_mask_of(biases: Sequence[torch.Tensor | None]) -> int:
+    """A bit for each weight that has a bias."""
     return sum(1 << index for index, bias in enumerate(biases) if bias is not None)
 
 
@@ -574,20 +576,20 @@ def launch_tiles(
     count_launch("linear_tiles")
     kernl_linear_tiles[(tiles, config.split_k)](
         input,
-        *_padded(weights),
-        *_padded([fallback if bias is None else bias for bias in biases]),
-        *_padded(outputs),
+        *padded(weights),
+        *padded([fallback if bias is None else bias for bias in biases]),
+        *padded(outputs),
         partial,
         counters if config.split_k > 1 else None,
         rows,
-        *_padded(columns),
+        *padded(columns),
         inner,
         input.stride(0) if rows > 1 else inner,  # the stride of one row may be anything, and is never followed
-        *_padded([weight.stride(0) for weight in weights]),
+        *padded([weight.stride(0) for weight in weights]),
         stride_k,
         gap_in_elements(weights) if gated else 0,
         COUNT=len(columns),
-        BIAS_MASK=_bias_mask(biases),
+        BIAS_MASK=bias_mask_of(biases),
         ACTIVATION=activation,
         GATED=gated,
         BLOCK_M=config.block_m,
@@ -623,7 +625,7 @@ def launch_persistent(
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
 
     def described(tensors: Sequence[torch.Tensor], block: list[int]) -> list[object]:
-        return _padded([TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors])
+        return padded([TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors])
 
     fallback = next((bias for bias in biases if bias is not None), None)
     programs = min(config.tiles(rows, columns), sm_count * config.programs_per_sm)
@@ -632,12 +634,12 @@ def launch_persistent(
         described([input], [block_m, block_k])[0],
         *described(weights, [block_n, block_k]),
         *described(outputs, [block_m, config.store_n]),
-        *_padded([fallback if bias is None else bias for bias in biases]),
+        *padded([fallback if bias is None else bias for bias in biases]),
         rows,
-        *_padded(columns),
+        *padded(columns),
         inner,
         COUNT=len(weights),
-        BIAS_MASK=_bias_mask(biases),
+        BIAS_MASK=bias_mask_of(biases),
         ACTIVATION=activation,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

@@ -86,7 +86,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernl.kernels.activation import activate
 from kernl.kernels.common import TRITON_TYPES, AotCase, count_launch, let_next_kernel_start, wait_for_previous_kernel
-from kernl.kernels.linear import MAX_MERGED, count_column_tiles, halve_columns, pick, pick_number, place_of_tile
+from kernl.kernels.linear import (
+    MAX_MERGED,
+    bias_mask_of,
+    count_column_tiles,
+    halve_columns,
+    padded,
+    pick,
+    pick_number,
+    place_of_tile,
+)
 
 # Triton 3.7 and newer have other names for the same two copies.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -395,9 +404,6 @@ def launch_hopper(
     rows, inner = input.shape
     columns = [weight.shape[0] for weight in weights]
 
-    def padded(values: Sequence[object]) -> list[object]:
-        return [*values, *([None] * (MAX_MERGED - len(values)))]
-
     def described(tensors: Sequence[torch.Tensor], block: list[int]) -> list[object]:
         return [TensorDescriptor(t, list(t.shape), list(t.stride()), block, _layout(block)) for t in tensors]
 
@@ -412,7 +418,7 @@ def launch_hopper(
         *padded(columns),
         inner,
         COUNT=len(weights),
-        BIAS_MASK=sum(1 << index for index, bias in enumerate(biases) if bias is not None),
+        BIAS_MASK=bias_mask_of(biases),
         ACTIVATION=activation,
         STAGES=config.stages,
         BUFFERS=config.buffers,

@@ -256,13 +256,18 @@ class _Problem:
         return dataclasses.replace(self, outputs=[self.outputs[0], up], activation="none", gated=False), up
 
 
+def _run_in_two_steps(problem: _Problem, run: Callable[[_Problem], None]) -> None:
+    """A gated layer: both products by `run`, then the activation of one times the other, in place."""
+    products, up = problem.ungated()
+    run(products)
+    launch_activation(problem.outputs[0], problem.activation, multiplier=up, use_pdl=use_pdl(up))
+
+
 def _run_config(problem: _Problem, config: LinearConfig) -> None:
-    pdl = use_pdl(problem.input)
     if config.persistent and problem.gated:
-        products, up = problem.ungated()
-        _run_config(products, config)
-        launch_activation(problem.outputs[0], problem.activation, multiplier=up, use_pdl=pdl)
+        _run_in_two_steps(problem, lambda products: _run_config(products, config))
         return
+    pdl = use_pdl(problem.input)
     operands = (problem.input, problem.weights, problem.biases, problem.outputs, problem.activation)
     if config.persistent:
         sm_count = capability_of(problem.input.device).sm_count or 4
@@ -277,22 +282,17 @@ def _run_config(problem: _Problem, config: LinearConfig) -> None:
 
 
 def _run_hopper(problem: _Problem, config: HopperConfig) -> None:
-    pdl = use_pdl(problem.input)
     if problem.gated:
-        products, up = problem.ungated()
-        _run_hopper(products, config)
-        launch_activation(problem.outputs[0], problem.activation, multiplier=up, use_pdl=pdl)
+        _run_in_two_steps(problem, lambda products: _run_hopper(products, config))
         return
     operands = (problem.input, problem.weights, problem.biases, problem.outputs, problem.activation)
     sm_count = capability_of(problem.input.device).sm_count or 132
-    launch_hopper(config, *operands, sm_count=sm_count, use_pdl=pdl)
+    launch_hopper(config, *operands, sm_count=sm_count, use_pdl=use_pdl(problem.input))
 
 
 def _run_cublas(problem: _Problem) -> None:
     if problem.gated:
-        products, up = problem.ungated()
-        _run_cublas(products)
-        launch_activation(problem.outputs[0], problem.activation, multiplier=up, use_pdl=use_pdl(up))
+        _run_in_two_steps(problem, _run_cublas)
         return
     for weight, bias, output in zip(problem.weights, problem.biases, problem.outputs, strict=True):
         if bias is None:

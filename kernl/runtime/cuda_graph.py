@@ -186,7 +186,7 @@ class CudaGraphRunner:
     def evict(self, device: CaptureDevice) -> None:
         """Drop the graphs of one device. A graph that a caller has kept falls back to calling this runner."""
         with self._lock:
-            graphs = [graph for graph in self._graphs.values() if graph.device is device]
+            graphs = self._oldest_first(device)
             for graph in graphs:
                 del self._graphs[graph.key]
         for graph in graphs:
@@ -251,10 +251,13 @@ class CudaGraphRunner:
     def _admits(self, key: tuple[object, ...], device: CaptureDevice) -> bool:
         """Whether there is a place for a graph of this key, or this key deserves that of another one."""
         with self._lock:
-            peers = [graph for graph in self._graphs.values() if graph.device is device]
-            if len(peers) < self._max_graphs:
-                return True
-            return self._admission.admits(key, min(peers, key=lambda graph: graph.last_used), peers)
+            peers = self._oldest_first(device)
+            return len(peers) < self._max_graphs or self._admission.admits(key, peers[0], peers)
+
+    def _oldest_first(self, device: CaptureDevice) -> list[CapturedGraph]:
+        """The graphs of one device, the least recently used one first. For a caller that holds the lock."""
+        graphs = (graph for graph in self._graphs.values() if graph.device is device)
+        return sorted(graphs, key=lambda graph: graph.last_used)
 
     def _first_result(self, key: tuple[object, ...], device: CaptureDevice, inputs: Sequence[Any]) -> Any:
         """The function's own result, copied out of the memory it was computed in."""
@@ -311,10 +314,7 @@ class CudaGraphRunner:
     def _keep(self, graph: CapturedGraph) -> None:
         with self._lock:
             # Only graphs of the same device make way: a thread never holds the locks of two.
-            peers = sorted(
-                (other for other in self._graphs.values() if other.device is graph.device),
-                key=lambda other: other.last_used,
-            )
+            peers = self._oldest_first(graph.device)
             surplus = peers[: max(len(peers) - self._max_graphs + 1, 0)]
             for oldest in surplus:
                 del self._graphs[oldest.key]
