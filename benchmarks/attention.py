@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Results, check_result, floors, write_tuning_table
+from benchmarks.harness import Results, check_result, floors, peer_module, write_tuning_table
 from kernl.ops.attention import implementations, reference_attention
 from kernl.ops.attention_common import scoring_of_op
 from kernl.runtime import tuning
@@ -213,6 +213,26 @@ def flex_attention_calls(problems: Sequence[Problem]) -> list[Callable[[], Any]]
     return calls
 
 
+def flash_attention_4_calls(problems: Sequence[Problem]) -> list[Callable[[], Any]]:
+    """FlashAttention-4 where it is installed; padding as lengths."""
+    flash = peer_module("flash_attn.cute", "flash-attn-4")
+    calls: list[Callable[[], Any]] = []
+    for problem in problems:
+        if problem.attn_mask is not None or (problem.shape.is_causal and problem.key_padding is not None):
+            raise ValueError("no such mask in FlashAttention-4")
+        function, options = flash.flash_attn_func, {"causal": problem.shape.is_causal}
+        if problem.key_padding is not None:
+            function, options["seqused_k"] = flash.flash_attn_varlen_func, problem.key_padding.sum(1, dtype=torch.int32)
+
+        def call(problem: Problem = problem, function: Any = function, options: dict[str, Any] = options) -> Any:
+            operands = (tensor.transpose(1, 2) for tensor in (problem.query, problem.key, problem.value))
+            result = function(*operands, softmax_scale=problem.scale, **options)
+            return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
+
+        calls.append(call)
+    return calls
+
+
 def candidates(problems: Sequence[Problem], flex: bool) -> Iterator[tuple[str, Callable[[], list[Callable[[], Any]]]]]:
     """Name of each way, and what makes its calls (making them may fail)."""
     for name, backend in _PEERS.items():
@@ -223,6 +243,7 @@ def candidates(problems: Sequence[Problem], flex: bool) -> Iterator[tuple[str, C
                 for problem in problems  # type: ignore[misc]
             ],
         )
+    yield "fa4", lambda: flash_attention_4_calls(problems)
     if flex:
         yield "flex", lambda: flex_attention_calls(problems)
     for name in problems[0].implementations()[0]:
@@ -287,7 +308,7 @@ def compile_all(shapes: Sequence[Shape], dtype: torch.dtype, workers: int) -> No
 def print_shape(shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
     """One line a shape with the figures that matter, then one line an implementation."""
     timed = {row["way"]: row["us"] for row in rows if row.get("us") is not None and row["passed"]}
-    peers = [name for name in timed if name in _PEERS or name == "flex"]
+    peers = [name for name in timed if name in (*_PEERS, "flex", "fa4")]
     ours = [name for name in timed if name not in peers and name not in ("flash", "cudnn")]
     head = f"{shape!s:28s} floor {rows[0]['floor_us'] or math.nan:7.1f}"
     if peers and ours:

@@ -14,7 +14,8 @@ A case is batch x heads x seqlen x head_dim, then options after colons:
 
 Peers: `kernl` as it chooses; `kernl-triton`, the fastest of its own kernels (`tiling` says which); sdpa-flash,
 sdpa-cudnn, sdpa-efficient with what kernl gets as arguments turned into a mask; `flex`, FlexAttention compiled for the
-case. A peer that cannot run a case is left out with a line that says why.
+case; `fa4`, FlashAttention-4 (flash-attn-4), where it is installed. A peer that cannot run a case is left out with a
+line that says why.
 
 `us` is GPU time of a forward pass with a cold L2 cache, `backward_us` what a backward pass adds. `floor_us` is the
 larger of bytes over copy bandwidth and visible flops over matmul rate (forward). Results are compared with float64 for
@@ -41,6 +42,7 @@ from benchmarks.harness import (
     check_result,
     floors,
     names_from,
+    peer_module,
     run_if_available,
     time_in_graph,
 )
@@ -62,7 +64,7 @@ _BACKENDS = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-PEERS = ("kernl", "kernl-triton", *_BACKENDS, "flex")
+PEERS = ("kernl", "kernl-triton", *_BACKENDS, "flex", "fa4")
 _FLAGS = {"causal", "lengths", "bias", "t5", "packed", "decode", "bf16"}
 _NUMBERS = {"window", "prefix", "kv"}
 _NOT_OURS = ("flash", "cudnn", "pytorch")
@@ -314,6 +316,38 @@ def with_flex(problem: Problem) -> Function:
     return run
 
 
+def with_fa4(problem: Problem) -> Function:
+    """FlashAttention-4: lengths, packed sequences and windows as its arguments."""
+    case, lengths = problem.case, torch.tensor(problem.lengths, dtype=torch.int32, device=problem.device)
+    causal = "causal" in case.flags
+    if problem.bias is not None or "prefix" in case.numbers or (causal and "lengths" in case.flags):
+        raise ValueError(
+            "a bias, a prefix, and lengths with causality (from the bottom right) are not measured with it"
+        )
+    flash = peer_module("flash_attn.cute", "flash-attn-4")
+    options: dict[str, Any] = {"causal": causal}
+    if "window" in case.numbers:
+        options |= {"causal": False, "window_size": (case.numbers["window"] - 1, 0 if causal else None)}
+    if "packed" in case.flags:
+        longest = max(problem.lengths)
+        options |= {"cu_seqlens_q": problem.starts, "cu_seqlens_k": problem.starts}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    if "lengths" in case.flags:
+        options["seqused_k"] = lengths
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        by_tokens = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        if "packed" in case.flags:
+            result = flash.flash_attn_varlen_func(*(tensor[0] for tensor in by_tokens), **options)
+        else:
+            function = flash.flash_attn_varlen_func if "lengths" in case.flags else flash.flash_attn_func
+            result = function(*by_tokens, **options)
+        output = result[0] if isinstance(result, tuple) else result
+        return (output[None] if "packed" in case.flags else output).transpose(1, 2)
+
+    return run
+
+
 def with_kernl(problem: Problem, trial: Trial | None = None) -> Function:
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with trial_of(trial):
@@ -325,6 +359,8 @@ def with_kernl(problem: Problem, trial: Trial | None = None) -> Function:
 def make_function(name: str, problem: Problem) -> Function:
     if name == "kernl":
         return with_kernl(problem)
+    if name == "fa4":
+        return with_fa4(problem)
     return with_flex(problem) if name == "flex" else with_sdpa(problem, _BACKENDS[name])
 
 

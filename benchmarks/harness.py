@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import platform
@@ -253,6 +254,14 @@ def run_if_available(name: str, make: Callable[[], Callable[[], Any]]) -> Callab
     except Exception as error:
         print(f"peer {name} left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
+
+
+def peer_module(module: str, package: str) -> Any:
+    """The module of a peer. Raises ImportError naming the package when it is not installed or does not work here."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{package} cannot be imported, pip install 'kernl[bench]' has it ({error})") from error
 
 
 def write_tuning_table(op: str, choices: dict[str, dict[str, Any]], path: Path | None = None) -> Path:

@@ -39,6 +39,7 @@ from benchmarks.harness import (
     floors,
     names_from,
     parse_shapes,
+    peer_module,
     run_if_available,
     time_in_graph,
     write_tuning_table,
@@ -132,8 +133,7 @@ def with_torch(operation: str) -> Function:
 
 
 def with_fla(operation: str, which: str) -> Function:
-    from fla.ops import linear_attn
-
+    linear_attn = peer_module("fla.ops.linear_attn", "flash-linear-attention")
     kernel = getattr(linear_attn, {"fla-chunk": "chunk_linear_attn", "fla-fused": "fused_chunk_linear_attn"}[which])
     if operation == "full":
         raise ValueError("it has causal forms only")

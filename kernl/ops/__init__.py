@@ -4,7 +4,8 @@
     output = kernl.ops.layer_norm(input, weight, bias)
 
 They run Triton kernels on a GPU that has what these need and plain PyTorch everywhere else, differentiate, honour
-autocast and work under `torch.compile` and `torch.export`. Importing this package registers `torch.ops.kernl.*`.
+autocast and work under `torch.compile`, `torch.export` and torch.func's vmap, grad, vjp and jacrev (forward mode, jvp,
+is refused). Importing this package registers `torch.ops.kernl.*`.
 
 `kernl.ops.attention`, `kernl.ops.linear` and others are the functions; the files of these names are reached with
 `from kernl.ops.linear import ...`.

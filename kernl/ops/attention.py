@@ -35,6 +35,7 @@ from kernl.ops.attention_common import (
     float32_precision,
     kernel_takes,
     op_arguments,
+    over_batches,
     reference_attention,
     scoring_of_op,
     visible_keys,
@@ -491,6 +492,7 @@ attention_op = define_op(
     fake=_attention_fake,
     autograd=(_setup_context, _backward),
     autocast=functools.partial(_autocast, "attention"),
+    vmap=over_batches(_MASK),
     ahead=_kernels_ahead,
 )
 

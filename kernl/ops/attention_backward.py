@@ -32,6 +32,7 @@ from kernl.ops.attention_common import (
     empty_by_rows,
     float32_precision,
     kernel_takes,
+    over_batches,
     scoring_of_op,
     sequences_of,
     slice_rows,
@@ -297,4 +298,5 @@ attention_backward_op = define_op(
     cpu=_attention_backward,
     fake=lambda *arguments: _allocate_gradients(_request(*arguments)),
     autograd="recorded",
+    vmap=over_batches(9),
 )

@@ -14,6 +14,7 @@ from kernl.kernels.attention_common import FARTHEST, PHILOX_ROUNDS
 from kernl.kernels.attention_problem import MAX_HEAD_DIM, DropoutOptions, PackedLengths, Positions, Scoring
 from kernl.ops.common import empty, kernel_runs_on
 from kernl.ops.relative_position import RelativePositionBias
+from kernl.ops.transforms import VmapRule
 
 SCORING_SCHEMA = (
     "Tensor? attn_mask, Tensor? key_padding, float scale, bool is_causal, str hidden_rows, SymInt? left=None, "
@@ -80,6 +81,45 @@ def scoring_of_op(
     )
 
 
+def over_batches(scoring_at: int) -> VmapRule:
+    """vmap of an op as more batch rows. scoring_at: where the arguments of `SCORING_SCHEMA` begin, behind operands.
+
+    Not where something belongs to a batch row besides operands and key_padding, or is summed over them.
+    """
+
+    def rule(op: Any, batch_size: int, dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any] | None:
+        scoring, padding_at = scoring_of_op(*arguments[scoring_at:]), scoring_at + 1
+        positions = scoring.positions
+        by_row = (scoring.attn_mask, scoring.bias), (positions.alibi_slopes,), (positions.q_offset, positions.prefix)
+        if (
+            any(dim is not None for place, dim in enumerate(dims) if place >= scoring_at and place != padding_at)
+            or any(argument is True for argument in arguments[:scoring_at])  # gradients of masks are wanted
+            or any(tensor is not None and tensor.dim() == 4 and tensor.shape[0] > 1 for tensor in by_row[0])
+            or any(tensor is not None and tensor.dim() == 2 for tensor in by_row[1])
+            or any(isinstance(tensor, torch.Tensor) and tensor.numel() > 1 for tensor in by_row[2])
+            or scoring.dropout is not None
+            or scoring.packed is not None
+        ):
+            return None
+
+        def folded(tensor: Any, dim: int | None) -> Any:
+            if not isinstance(tensor, torch.Tensor):
+                return tensor
+            moved = tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            return moved.flatten(0, 1)
+
+        here = list(arguments)
+        for place in (*range(scoring_at), padding_at):
+            here[place] = folded(arguments[place], dims[place])
+        rows = here[0].shape[0] // batch_size if batch_size else 0
+        results = op(*here)
+        # The gradient of a mask that nobody wants is [0].
+        apart = tuple(part.unflatten(0, (batch_size, rows)) if part.dim() > 1 else part for part in results)
+        return apart, tuple(0 if part.dim() > 1 else None for part in results)
+
+    return rule
+
+
 def with_padding_recognised(scoring: Scoring, batch: int, seqlen_k: int) -> Scoring:
     """A bool mask that is the same for all heads and queries becomes a key padding, whose tiles are skipped."""
     if scoring.key_padding is not None or scoring.attn_mask is None or scoring.packed is not None:
@@ -105,6 +145,7 @@ def kernel_takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sc
         and widest <= MAX_HEAD_DIM
         and not (widest > 128 and ieee)
         and min(query.numel(), key.numel(), value.numel()) > 0
+        and key.shape[2] == value.shape[2]  # otherwise the error is PyTorch's
         and not drops_means
         and not any(
             tensor is not None and tensor.dtype == torch.float64
@@ -402,10 +443,11 @@ def attention_by_formulas(
 def fill_hidden_rows(
     output: torch.Tensor, logsumexp: torch.Tensor, hidden: torch.Tensor, value: torch.Tensor, hidden_rows: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if hidden_rows == "mean" and value.shape[2] > 0 and hidden.any():
-        group = output.shape[1] // value.shape[1]
-        mean = value.to(output.dtype).mean(2, keepdim=True).repeat_interleave(group, 1)
-        output = torch.where(hidden[..., None], mean, output)
+    if hidden_rows == "mean" and hidden.any():
+        if value.shape[2] > 0:
+            group = output.shape[1] // value.shape[1]
+            mean = value.to(output.dtype).mean(2, keepdim=True).repeat_interleave(group, 1)
+            output = torch.where(hidden[..., None], mean, output)
         logsumexp = logsumexp.masked_fill(hidden, torch.finfo(torch.float32).min)
     return output, logsumexp
 

@@ -7,6 +7,7 @@ An op of kernl is a `torch.library` op `torch.ops.kernl.<name>`. `define_op` reg
                  reference in plain PyTorch (the CPU, float64, a GPU that is too old)
     fake         the shape function; it allocates as the implementations do, so that strides agree
     autograd     (setup_context, backward), as `torch.library.register_autograd` takes them
+    vmap         one call in place of a loop of calls, where there is a way
     autocast     what `torch.autocast` changes, by hand: torch's own helper casts *every* float tensor to one type
     ahead        which compiled kernels the op could need for other numbers of rows, so that they can be made early
 
@@ -29,6 +30,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kernl.kernels.common import INTERPRET
+from kernl.ops.transforms import VmapRule, register_gradient, register_recorded, register_vmap
 from kernl.runtime.capability import capability_of
 
 LIB = torch.library.Library("kernl", "FRAGMENT")
@@ -166,6 +168,7 @@ def define_op(
     fake: Callable[..., Any],
     autograd: tuple[Callable[..., None], Callable[..., Any]] | Literal["recorded"] | None = None,
     autocast: Callable[..., Any] | None = None,
+    vmap: VmapRule | None = None,
     ahead: Callable[..., Iterator[Ahead]] | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> Any:
@@ -175,10 +178,12 @@ def define_op(
         that equal a default of the schema: functions that are to take them need that default as well.
     cpu, cuda: implementations; cuda defaults to the one for the CPU.
     fake: same signature, gives empty outputs of the right shape, type, strides and device; it must not branch on sizes.
-    autograd: (setup_context(ctx, inputs, output), backward(ctx, *grads)); or "recorded" for an implementation that uses
-        nothing but PyTorch's operations whenever an operand requires a gradient, which autograd then records.
+    autograd: (setup_context(ctx, inputs, output), backward(ctx, *grads)), see `register_gradient`; or "recorded" for
+        an implementation that uses nothing but PyTorch's operations whenever an operand requires a gradient, which
+        autograd then records.
     autocast: `autocast(dtype, device_type, *args, **kwargs)` runs with autocast off for this op; it casts what it wants
         and calls the op.
+    vmap: where vmap needs no loop over calls of the op, see `VmapRule`.
     ahead: for the arguments of a call, one pair (key, function) for each compiled kernel that the op could choose for
         other numbers of rows, other batches or sequence lengths. The function launches it on tiny tensors of its own,
         reading the given weights at most. See `ahead_of`.
@@ -189,15 +194,15 @@ def define_op(
     LIB.impl(name, cpu, "CPU")
     LIB.impl(name, cuda or cpu, "CUDA")
     torch.library.register_fake(f"kernl::{name}", fake, lib=LIB)
+    op = getattr(torch.ops.kernl, name).default
     if autograd == "recorded":
-        LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        register_recorded(LIB, op, cpu)
     elif autograd is not None:
-        setup_context, backward = autograd
-        torch.library.register_autograd(f"kernl::{name}", backward, setup_context=setup_context, lib=LIB)
+        register_gradient(LIB, op, *autograd)
+    register_vmap(LIB, op, vmap)
     if autocast is not None:
         LIB.impl(name, _under_autocast(autocast, "cuda"), "AutocastCUDA")
         LIB.impl(name, _under_autocast(autocast, "cpu"), "AutocastCPU")
-    op = getattr(torch.ops.kernl, name).default
     if ahead is not None:
         _ahead[op] = ahead
     return op

@@ -9,6 +9,7 @@ nothing is copied or inverted on the way. docs/fusion_attention.md tells how cod
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -124,7 +125,7 @@ def fusion_attention(
         *operands,
         attn_mask=mask,
         mask_hides=True,
-        bias=_checked_pse(pse, query.dtype, sizes),
+        bias=_checked_pse(pse, query, sizes),
         bias_before_scale=True,
         scale=scale,
         return_row_stats=True,
@@ -165,10 +166,11 @@ def _as_heads(
     actual_seq_kvlen: Any,
 ) -> tuple[list[torch.Tensor], _Sizes]:
     """The operands as [batch, heads, seqlen, head_dim], views, and the sizes of the problem."""
+    casts = torch.is_autocast_enabled(query.device.type)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != {"BSH": 3, "SBH": 3, "TND": 3}.get(layout, 4):
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, accepted {', '.join(layout)} (input_layout)")
-        if not tensor.is_floating_point() or tensor.dtype != query.dtype:
+        if not tensor.is_floating_point() or (tensor.dtype != query.dtype and not casts):
             raise ValueError(f"{name}: got {tensor.dtype}, accepted float16, bfloat16 or float32, as query")
     if key.shape != value.shape:
         raise ValueError(f"value: got shape {list(value.shape)}, accepted key's, {list(key.shape)}")
@@ -271,6 +273,11 @@ def _eightfold(statistic: torch.Tensor, layout: str) -> torch.Tensor:
 # Masks, bands and biases
 
 
+def _is_one_of(shape: tuple[int, ...], accepted: Sequence[tuple[int, ...]]) -> bool:
+    """`shape in accepted`, size by size: of symbolic ones that expression takes torch.compile minutes to simplify."""
+    return any(len(shape) == len(other) and all(map(operator.eq, shape, other)) for other in accepted)
+
+
 def _checked_mask(mask: torch.Tensor | None, mode: int, sizes: _Sizes) -> torch.Tensor | None:
     """The mask that is to be read."""
     if mask is None:
@@ -282,13 +289,13 @@ def _checked_mask(mask: torch.Tensor | None, mode: int, sizes: _Sizes) -> torch.
     shape, rows = tuple(mask.shape), (sizes.seqlen_q, sizes.seqlen_k)
     if mode in (_LEFT_UP, _RIGHT_DOWN, _BAND):
         sizes_accepted = [_COMPRESSED_MASK] if mode == _BAND else [_COMPRESSED_MASK, rows]
-        if shape[-2:] not in sizes_accepted or any(size != 1 for size in shape[:-2]):
+        if not _is_one_of(shape[-2:], sizes_accepted) or any(size != 1 for size in shape[:-2]):
             raise ValueError(f"atten_mask: got shape {list(shape)} with sparse_mode {mode}, accepted {sizes_accepted}")
         return None
     accepted: list[tuple[int, ...]] = [(sizes.batch, sizes.heads, *rows), (sizes.batch, 1, *rows)]
     if mode != _PREFIX or sizes.cumulative is not None:
         accepted += [(1, 1, *rows), rows]
-    if shape not in accepted:
+    if not _is_one_of(shape, accepted):
         raise ValueError(f"atten_mask: got shape {list(shape)} with sparse_mode {mode}, accepted {accepted}")
     return mask
 
@@ -335,17 +342,17 @@ def _checked_prefix(prefix: Any, sizes: _Sizes, device: torch.device) -> torch.T
     return torch.tensor(_integers("prefix", prefix), dtype=torch.int64, device=device)
 
 
-def _checked_pse(pse: torch.Tensor | None, dtype: torch.dtype, sizes: _Sizes) -> torch.Tensor | None:
+def _checked_pse(pse: torch.Tensor | None, query: torch.Tensor, sizes: _Sizes) -> torch.Tensor | None:
     if pse is None:
         return None
-    if pse.dtype != dtype:
-        raise ValueError(f"pse: got {pse.dtype}, accepted query's type, {dtype}")
+    if pse.dtype != query.dtype and not (pse.is_floating_point() and torch.is_autocast_enabled(query.device.type)):
+        raise ValueError(f"pse: got {pse.dtype}, accepted query's type, {query.dtype}")
     shape, rows = tuple(pse.shape), (sizes.seqlen_q, sizes.seqlen_k)
     accepted = [(sizes.batch, sizes.heads, *rows), (sizes.batch, 1, *rows), (1, sizes.heads, *rows)]
-    if shape in accepted:
+    if _is_one_of(shape, accepted):
         return pse
     compressed = (_COMPRESSED_PSE_ROWS, sizes.seqlen_k)
-    is_compressed = shape in [(sizes.batch, sizes.heads, *compressed), (1, sizes.heads, *compressed)]
+    is_compressed = _is_one_of(shape, [(sizes.batch, sizes.heads, *compressed), (1, sizes.heads, *compressed)])
     if not is_compressed or sizes.seqlen_q <= _COMPRESSED_PSE_ROWS or sizes.cumulative is not None:
         raise ValueError(
             f"pse: got shape {list(shape)}, accepted {accepted}, or the last {_COMPRESSED_PSE_ROWS} of more rows"

@@ -35,6 +35,7 @@ from kernl.ops.linear import (
     launch,
     linear_backward,
 )
+from kernl.ops.transforms import by_rows
 
 
 def gated_linear(
@@ -129,6 +130,7 @@ define_op(
     cpu=_gated_linear,
     fake=lambda input, gate_weight, up_weight, gate_bias, up_bias, activation: allocate(input, gate_weight),
     autograd=(_context, _backward),
+    vmap=by_rows(),
     autocast=_autocast,
     ahead=lambda input, gate_weight, up_weight, gate_bias, up_bias, activation: kernels_ahead(
         input, [gate_weight, up_weight], [gate_bias, up_bias], activation, gated=True

@@ -40,7 +40,6 @@ from kernl.kernels.linear import (
 )
 from kernl.kernels.linear_hopper import HOPPER_CONFIGS, HopperConfig, launch_hopper
 from kernl.ops.common import (
-    LIB,
     Ahead,
     cast,
     define_op,
@@ -51,6 +50,7 @@ from kernl.ops.common import (
     on_device_of,
     use_pdl,
 )
+from kernl.ops.transforms import by_rows
 from kernl.runtime.capability import capability_of
 from kernl.runtime.capture_order import graphs_take_turns
 from kernl.runtime.tuning import Candidate, choose, known_choice
@@ -680,44 +680,27 @@ def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
     return *linear_backward(grad, input, weight, input_wanted, weight_wanted, bias_wanted), None
 
 
-class _MergedLinearFunction(torch.autograd.Function):
-    """By hand, since `torch.library.register_autograd` gives no gradients to a list in which one tensor is None."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, input: torch.Tensor, *parameters: torch.Tensor | None) -> Any:
-        weights, biases = parameters[:count], parameters[count:]
-        ctx.save_for_backward(input, *weights)
-        ctx.set_materialize_grads(False)
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(torch.ops.kernl.merged_linear(input, list(weights), list(biases)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        input, *weights = ctx.saved_tensors
-        _, input_wanted, *wanted = ctx.needs_input_grad
-        weights_wanted, biases_wanted = wanted[: len(weights)], wanted[len(weights) :]
-        grad_input: torch.Tensor | None = None
-        grad_weights: list[torch.Tensor | None] = [None] * len(weights)
-        grad_biases: list[torch.Tensor | None] = [None] * len(weights)
-        for index, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-            if grad is None:
-                continue
-            by_input, grad_weights[index], grad_biases[index] = linear_backward(
-                grad, input, weight, input_wanted, weights_wanted[index], biases_wanted[index]
-            )
-            if by_input is not None:
-                grad_input = by_input if grad_input is None else grad_input + by_input
-        return None, grad_input, *grad_weights, *grad_biases
+def _merged_linear_context(ctx: Any, inputs: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
+    input, weights, _ = inputs
+    ctx.save_for_backward(input, *weights)
+    ctx.set_materialize_grads(False)
 
 
-def _merged_linear_autograd(
-    input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
-    operands = (input, *weights, *biases)
-    if torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands):
-        return list(_MergedLinearFunction.apply(len(weights), *operands))
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.kernl.merged_linear(input, weights, biases)
+def _merged_linear_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    input, *weights = ctx.saved_tensors
+    input_wanted, weights_wanted, biases_wanted = ctx.needs_input_grad
+    grad_input: torch.Tensor | None = None
+    grad_weights: list[torch.Tensor | None] = [None] * len(weights)
+    grad_biases: list[torch.Tensor | None] = [None] * len(weights)
+    for index, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+        if grad is None:
+            continue
+        by_input, grad_weights[index], grad_biases[index] = linear_backward(
+            grad, input, weight, input_wanted, weights_wanted[index], biases_wanted[index]
+        )
+        if by_input is not None:
+            grad_input = by_input if grad_input is None else grad_input + by_input
+    return grad_input, grad_weights, grad_biases
 
 
 # Autocast: everything to its dtype, as torch's linear. The activation then runs in that dtype too.
@@ -751,6 +734,7 @@ define_op(
     cpu=_linear,
     fake=lambda input, weight, bias, activation: allocate(input, weight),
     autograd=(_linear_context, _linear_backward),
+    vmap=by_rows(),
     autocast=_linear_autocast,
     ahead=lambda input, weight, bias, activation: kernels_ahead(input, [weight], [bias], activation),
 )
@@ -758,7 +742,8 @@ define_op(
     "merged_linear(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
     cpu=_merged_linear,
     fake=lambda input, weights, biases: [allocate(input, weight) for weight in weights],
+    autograd=(_merged_linear_context, _merged_linear_backward),
+    vmap=by_rows(),
     autocast=_merged_linear_autocast,
     ahead=lambda input, weights, biases: kernels_ahead(input, weights, biases, "none"),
 )
-LIB.impl("merged_linear", _merged_linear_autograd, "Autograd")

@@ -32,6 +32,7 @@ from kernl.ops.norm_common import (
     spread,
     sum_rows,
 )
+from kernl.ops.transforms import by_rows
 
 
 class AddLayerNorm(NamedTuple):
@@ -256,6 +257,7 @@ define_op(
     cpu=_layer_norm,
     fake=lambda input, weight, bias, eps: allocate(input),
     autograd=(_layer_norm_context, _layer_norm_backward),
+    vmap=by_rows(),
     autocast=_layer_norm_autocast,
     ahead=lambda input, weight, bias, eps: kernels_ahead(input, None, weight, bias, False),
 )
@@ -265,6 +267,7 @@ define_op(
     cpu=_add_layer_norm,
     fake=lambda input, residual, weight, bias, eps: (allocate(input, residual), allocate(input, residual)),
     autograd=(_add_layer_norm_context, _add_layer_norm_backward),
+    vmap=by_rows(2),
     autocast=_add_layer_norm_autocast,
     ahead=lambda input, residual, weight, bias, eps: kernels_ahead(input, residual, weight, bias, True),
 )
@@ -273,6 +276,7 @@ define_op(
     cpu=_layer_norm_of_sum,
     fake=lambda input, residual, weight, bias, eps: allocate(input, residual),
     autograd=(_layer_norm_of_sum_context, _layer_norm_of_sum_backward),
+    vmap=by_rows(2),
     autocast=_layer_norm_of_sum_autocast,
     ahead=lambda input, residual, weight, bias, eps: kernels_ahead(input, residual, weight, bias, False),
 )

@@ -45,6 +45,7 @@ from kernl.ops.norm_common import (
     spread,
     sum_rows,
 )
+from kernl.ops.transforms import by_rows
 
 
 class AddRMSNorm(NamedTuple):
@@ -248,6 +249,7 @@ define_op(
     cpu=_rms_norm,
     fake=lambda input, weight, eps, weight_offset, dtype: allocate(input, dtype=dtype),
     autograd=(_rms_norm_context, _rms_norm_backward),
+    vmap=by_rows(),
     ahead=lambda input, weight, eps, weight_offset, dtype: kernels_ahead(
         input, None, weight, None, False, rms=True, weight_offset=weight_offset, dtype=dtype
     ),
@@ -261,6 +263,7 @@ define_op(
         allocate(input, residual),
     ),
     autograd=(_add_rms_norm_context, _add_rms_norm_backward),
+    vmap=by_rows(2),
     ahead=lambda input, residual, weight, eps, weight_offset, dtype: kernels_ahead(
         input, residual, weight, None, True, rms=True, weight_offset=weight_offset, dtype=dtype
     ),
@@ -271,6 +274,7 @@ define_op(
     cpu=_rms_norm_of_sum,
     fake=lambda input, residual, weight, eps, weight_offset, dtype: allocate(input, residual, dtype),
     autograd=(_rms_norm_of_sum_context, _rms_norm_of_sum_backward),
+    vmap=by_rows(2),
     ahead=lambda input, residual, weight, eps, weight_offset, dtype: kernels_ahead(
         input, residual, weight, None, False, rms=True, weight_offset=weight_offset, dtype=dtype
     ),

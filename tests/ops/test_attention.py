@@ -223,7 +223,7 @@ SHAPES = [
     Case(64, 63, 16),
     Case(65, 130),
     Case(130, 65, 96, batch=1),
-    Case(5, 64, 1),
+    Case(5, 64, 1, batch=4, heads=8),
     Case(7, 20, 17, 33),
     Case(16, 70, 64, 40, key_heads=1),
     Case(20, 66, 40, heads=4, key_heads=2),
@@ -598,6 +598,8 @@ def test_no_keys() -> None:
     nothing = torch.randn(2, 2, 0, 16)
     output, logsumexp = attention(query, nothing, nothing, return_logsumexp=True)
     assert (output == 0).all() and (logsumexp == -math.inf).all()
+    output, logsumexp = attention(query, nothing, nothing, hidden_rows="mean", return_logsumexp=True)
+    assert (output == 0).all() and (logsumexp == LOWEST).all()
     assert attention(query[:, :, :0], query, query).shape == (2, 2, 0, 16)
 
 

@@ -194,7 +194,7 @@ def check_gradients(
         # A handful of sums: the most that the baseline errs by in one, were all its terms to err in one direction.
         every_score = options["attn_mask"].cpu().expand(draws[0][1].shape)
         terms = exact_gradients(inputs, {**options, "attn_mask": every_score}, grads)[3]
-        allowed = 2 * (draws[0][1].double() - terms).abs().sum_to_size(reference.shape).max()
+        allowed = 2 * max((each.double() - terms).abs().sum_to_size(reference.shape).max() for _, each in draws)
         allowed = allowed + torch.finfo(actual.dtype).eps * reference.abs()
         error = (actual.cpu().double() - reference).abs()
         assert (error <= allowed).all(), f"gradient of mask: {error} allowed {allowed}"
@@ -267,7 +267,8 @@ def test_the_table_has_every_pair() -> None:
     [
         Case(1, 66, 16, heads=4),
         Case(70, 70, 16, batch=1, heads=1, is_causal=True),
-        Case(70, 140, 16, batch=1, heads=1, padding="left", is_causal=True, hidden_rows="mean"),
+        # Padding may hide every row: then all values of a head get one gradient, and few heads would be few numbers.
+        Case(70, 140, 16, batch=1, heads=8, padding="left", is_causal=True, hidden_rows="mean"),
         Case(64, 128, 16, batch=1, heads=1, is_causal=True),
         Case(130, 70, 16, batch=1, heads=3, key_heads=1, is_causal=True),
         Case(20, 33, 200, 256, batch=1),

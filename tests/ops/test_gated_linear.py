@@ -136,9 +136,11 @@ def test_one_bias_and_layouts_the_alternating_columns_cannot_take(kernels: Kerne
 
 
 def test_one_row_and_one_column(kernels: KernelRun, rng: torch.Generator) -> None:
-    for shape, columns in (((33,), 7), ((1, 1), 1), ((5, 100), 1)):
+    for shape, columns in (((33,), 150), ((150, 100), 1)):
         operands = draw_operands(rng, shape, columns, torch.float32, kernels.device)
         check(kernl.ops.gated_linear(*operands), operands, "silu")
+    operands = draw_operands(rng, (1, 1), 1, torch.float32, kernels.device)
+    torch.testing.assert_close(kernl.ops.gated_linear(*operands), reference_gated_linear(*operands, "silu"))
 
 
 @pytest.mark.parametrize("sizes", [(0, 8, 4), (3, 0, 4), (3, 8, 0)], ids=["no rows", "no inner", "no columns"])

