@@ -319,9 +319,11 @@ class Program:
         # In here, as running and capturing call this twice: the model's code says by itself that it has filled them.
         memory.cross_is_filled(False)
         memory.begin(prompt, arguments, encoder, ignored)
-        given = dict(zip((argument.name for argument in memory.layout.arguments), arguments))
-        given.update({a.name: memory.arguments[a.name] for a in memory.layout.arguments if a.becomes == STAYS})
-        self._choose(prompt, given, is_first_iteration=True)
+        given = {
+            argument.name: memory.arguments[argument.name] if argument.becomes == STAYS else _of_own_length(tensor)
+            for argument, tensor in zip(memory.layout.arguments, arguments)
+        }
+        self._choose(_of_own_length(prompt), given, is_first_iteration=True)
         return ()
 
     def _step(self, *inputs: Any) -> tuple[()]:
@@ -338,6 +340,13 @@ class Program:
             outputs = self._forward(tokens, **how, **model_arguments(memory, arguments))
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         memory.write_token(self._choice(memory, logits), self._choice)
+
+
+def _of_own_length(tensor: Tensor) -> Tensor:
+    """The same [..., length], a length that TorchDynamo does not take for the batch where they are equal by chance."""
+    alias = tensor.detach()
+    torch._dynamo.maybe_mark_dynamic(alias, alias.ndim - 1)
+    return alias
 
 
 def model_arguments(memory: DecodingMemory, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache, GenerationMixin
 from transformers.generation import GenerationMode
 
-from kernl.backend import InsistentRunner, kind_of, load_options
+from kernl.backend import CompiledGraph, InsistentRunner, kind_of, load_options
 from kernl.decoding import (
     ADVANCES,
     GROWS,
@@ -153,6 +153,33 @@ def make_generate(model: nn.Module, handle: Handle) -> Callable[..., Any]:
     return generate
 
 
+PREPARE_ENCODER = "_prepare_encoder_decoder_kwargs_for_generation"
+"""The method of transformers that runs a model's encoder for `generate`, past the model's forward."""
+
+
+def make_prepare_encoder(model: Any) -> Callable[..., Any]:
+    """The function that takes the place of that method of an optimised model: the encoder is optimised too."""
+    find_model = weakref.ref(model)
+    own = vars(model).get(PREPARE_ENCODER)
+
+    @functools.wraps(getattr(type(model), PREPARE_ENCODER))
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        model: Any = find_model()
+        if model is None:
+            raise ReferenceError("the optimised model that this method belongs to is gone: keep the model")
+        original = functools.partial(getattr(type(model), PREPARE_ENCODER), model) if own is None else own
+        if disabled_here.get():
+            return original(*args, **kwargs)
+        with loop_of(model).encoder_served(model):
+            return original(*args, **kwargs)
+
+    return prepare
+
+
+def has_encoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def _own_generate(model: Any) -> Callable[..., Any]:
     """The model's `generate` without kernl's."""
     handle = vars(model).get("kernl")
@@ -219,10 +246,15 @@ class FastLoop:
     def release(self) -> None:
         """Give all memory back: caches, graphs and their pool. What was compiled stays."""
         with self._lock:
-            for runner in self.runners():
-                runner.release()
-            self._programs.clear()
-            self._memories.clear()
+            self._release_loop()
+            for graph in self.encoder_graphs():
+                graph.release()
+
+    def _release_loop(self) -> None:
+        for runner in self.runners():
+            runner.release()
+        self._programs.clear()
+        self._memories.clear()
 
     def forget(self) -> None:
         """Start afresh: nothing is compiled, nothing is known about the model."""
@@ -234,7 +266,12 @@ class FastLoop:
             if self._encoder_door is not None:
                 self._encoder_door.open()
 
+    def encoder_graphs(self) -> list[CompiledGraph]:
+        """What is compiled of the encoder, with its CUDA graphs."""
+        return [] if self._encoder_door is None else list(self._encoder_door.graphs)
+
     def runners(self) -> list[CudaGraphRunner]:
+        """Of prefill and steps."""
         return [
             runner
             for of_one in _values_now(self._programs)
@@ -271,13 +308,18 @@ class FastLoop:
                     model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
                 )
 
-            if getattr(model.config, "is_encoder_decoder", False):
-                encoder.enter_context(_served_by(model.get_encoder(), self._door_of(model.get_encoder())))
+            if has_encoder(model):
+                encoder.enter_context(self.encoder_served(model))
             tokens = own(**{**given, "custom_generate": loop})
         return tokens
 
+    def encoder_served(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Inside, calls of the model's encoder, which transformers' `generate` makes by itself, go through a door."""
+        encoder = model.get_encoder()
+        return _served_by(encoder, self._door_of(encoder))
+
     def _door_of(self, encoder: nn.Module) -> FrontDoor:
-        """The front door of the encoder that the model has now, which `generate` calls by itself."""
+        """The front door of the encoder that the model has now."""
         if self._encoder_door is None or self._find_encoder() is not encoder:
             from kernl.optimize import plain_forward
 
@@ -339,7 +381,7 @@ class FastLoop:
             and self._kinds == list(map(kind_of, state.tensors))
         ):
             return
-        self.release()
+        self._release_loop()
         self._shapes.clear()
         try:
             self._state = ModelState(model)

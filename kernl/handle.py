@@ -217,7 +217,8 @@ class Handle:
         `generation`: the static caches of `generate`, and the tensors beside them.
         """
         held: dict[str, Any] = {"graphs": [], "pool": 0, "static_inputs": 0, "generation": 0}
-        runners = [graph.runner for graph in self._door.graphs if graph.runner is not None]
+        graphs = [*self._door.graphs, *([] if self.loop is None else self.loop.encoder_graphs())]
+        runners = [graph.runner for graph in graphs if graph.runner is not None]
         if self.loop is not None:
             runners += self.loop.runners()
             held["generation"] = self.loop.memory_bytes()

@@ -5,8 +5,9 @@
         model(**inputs)
     kernl.restore_model(model)                 # nothing of kernl is left on it
 
-Only `forward` and `generate` are replaced, on the instance: `model(...)`, `transformers.pipeline`, `Trainer` and hooks
-on the model work as before. Weights, buffers, config and class are untouched.
+Only `forward`, `generate` and the method by which `generate` runs an encoder are replaced, on the instance:
+`model(...)`, `transformers.pipeline`, `Trainer` and hooks on the model work as before. Weights, buffers, config and
+class are untouched.
 
 **Copies are plain.** A `forward` on the instance would survive `copy.deepcopy` as a function that still runs the
 *original*. Therefore what Python saves of an optimised model (`copy.copy`, `copy.deepcopy`, `pickle`, `torch.save`) is
@@ -37,7 +38,14 @@ __all__ = ["Handle", "Verification", "disabled", "optimize_model", "restore_mode
 Model = TypeVar("Model", bound=nn.Module)
 
 # What optimising puts into the instance's dictionary.
-_PLACES = ("forward", "generate", "kernl", "__getstate__", "_replicate_for_data_parallel")
+_PLACES = (
+    "forward",
+    "generate",
+    "kernl",
+    "__getstate__",
+    "_replicate_for_data_parallel",
+    "_prepare_encoder_decoder_kwargs_for_generation",
+)
 
 
 def optimize_model(model: Model, **options: Any) -> Model:
@@ -76,9 +84,11 @@ def optimize_model(model: Model, **options: Any) -> Model:
     }
     handle.before = before
     if _generates(model):
-        from kernl.generate import make_generate
+        from kernl.generate import PREPARE_ENCODER, has_encoder, make_generate, make_prepare_encoder
 
         placed["generate"] = make_generate(model, handle)
+        if has_encoder(model):
+            placed[PREPARE_ENCODER] = make_prepare_encoder(model)
     handle.placed = placed
     vars(model).update(placed, kernl=handle)
     return model

@@ -40,11 +40,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import kernl
 from kernl.decoding import capacity_for, encoder_capacity_for
-from kernl.generate import LOOK_EVERY, loop_of
+from kernl.generate import LOOK_EVERY, PREPARE_ENCODER, loop_of
 from kernl.report import forget_warnings
 from tests import tiny
 
-pytestmark = pytest.mark.many_cases
+pytestmark = pytest.mark.either_end
 
 VOCABULARY = 97
 T5 = {"vocab_size": VOCABULARY, "d_model": 24, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
@@ -497,6 +497,20 @@ def test_option_hf_runs_transformers_loop_without_its_compilation(monkeypatch: p
     assert model.kernl.report().generation.fast == 0
 
 
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_option_hf_serves_the_encoder_too(family: str) -> None:
+    model = build(family)
+    inputs = prompt(family)
+    want = model.generate(**inputs, max_new_tokens=4, num_beams=2, **ENDLESS)
+    kernl.optimize_model(model)
+    for call in range(3):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=4, num_beams=2, **ENDLESS), want)
+        assert model.kernl.report().calls.direct == call  # the encoder's: a cache is no argument by value
+    assert "forward" not in vars(model.get_encoder())
+    kernl.restore_model(model)
+    assert PREPARE_ENCODER not in vars(model)
+
+
 def test_own_generate_on_the_instance_is_kept() -> None:
     model = build("llama")
     model.generate = lambda *args, **kwargs: "mine"
@@ -531,6 +545,20 @@ def test_sizes_equal_by_chance_are_not_taken_for_one() -> None:
     with torch.no_grad():
         model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
     assert model.kernl.report().matched("attention") == 2 * DECODER["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("family", ["llama", "whisper"])
+def test_as_many_rows_as_tokens_in_the_prompt(family: str) -> None:
+    """Attention is fused in prefill too, and other prompts need no graphs of their own."""
+    model = build(family)
+    layers = model.config.num_hidden_layers if family == "llama" else model.config.decoder_layers
+    fused = 2 * layers if family == "llama" else 1 + 4 * layers
+    for batch in (2, 3):
+        arguments = prompt(family, batch, length=2)
+        if family == "whisper":
+            arguments["decoder_input_ids"] = torch.randint(3, VOCABULARY, (batch, 2))
+        check(model, **arguments, max_new_tokens=6)
+        assert loop_of(model).report.matched("attention") == fused
 
 
 def test_a_replaced_encoder_is_noticed() -> None:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernl
+from kernl import backend
 from kernl.decoding import DecodingMemory
 from kernl.generate import FastLoop, fill_on_device, loop_of
 from kernl.runtime.cuda_graph import CudaGraphRunner
@@ -23,7 +24,7 @@ from kernl.token_choice import TokenChoice
 from tests.runtime.fake_device import FakeDevice
 from tests.test_generate import ENDLESS, build, check, prompt
 
-pytestmark = pytest.mark.many_cases
+pytestmark = pytest.mark.either_end
 
 # Calls for which a GPU's host waits, or whose results have sizes that depend on data.
 WAITING = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "_unique2", "isin", "masked_select")
@@ -215,6 +216,26 @@ def test_released_memory_comes_back(device: TapeDevice) -> None:
     model.kernl.release()
     assert not model.kernl.memory()["graphs"] and not model.kernl.memory()["generation"]
     assert torch.equal(model.generate(**prompt("llama"), max_new_tokens=8), first)
+
+
+def test_memory_and_release_cover_the_encoder(device: TapeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnTapes(CudaGraphRunner):
+        def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+            super().__init__(function, capture_device=device, **options)
+
+    def obstacle(inputs: Any, options: kernl.Options) -> str | None:
+        return "prefill and step are captured whole" if options.cuda_graph == "never" else None
+
+    monkeypatch.setattr(backend, "CudaGraphRunner", OnTapes)
+    monkeypatch.setattr(backend, "obstacle_to_capture", obstacle)
+    model = kernl.optimize_model(build("t5"), generate="fast")
+    first = model.generate(**prompt("t5"), max_new_tokens=8)
+    assert torch.equal(model.generate(**prompt("t5"), max_new_tokens=8), first)
+    assert device.captures == len(model.kernl.memory()["graphs"]) == 3  # the encoder, prefill, a step
+    model.kernl.release()
+    assert not model.kernl.memory()["graphs"]
+    assert torch.equal(model.generate(**prompt("t5"), max_new_tokens=8), first)
+    assert device.captures == 2 * 3
 
 
 def test_half_a_step_is_never_followed_by_a_whole_one(device: TapeDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ launches all of them at once. A graph freezes addresses and sizes, so this is wh
     key     what the graphs of two calls would have to agree on                      graph_key.py
     check   parameters and buffers are where they were: they are used by address
     copy    the other inputs into the buffers the graph reads                        static_inputs.py
+            (not tensors marked as staying where they are, such as caches: their address is part of the key)
     replay
     copy    the outputs out, so that no later call overwrites them                   output_plan.py
 
@@ -45,7 +46,7 @@ import torch
 
 from kernl.runtime.admission import Admission
 from kernl.runtime.capture_device import CaptureDevice, Graph, cuda_capture_device, first_call_lock
-from kernl.runtime.graph_key import Uncapturable, graph_key, needs_gradient
+from kernl.runtime.graph_key import Uncapturable, graph_key, needs_gradient, stays
 from kernl.runtime.output_plan import OutputPlan
 from kernl.runtime.static_inputs import InputCopies, StaticInputs
 
@@ -128,12 +129,14 @@ class CudaGraphRunner:
 
         A caller that knows by other means that a later call has the same key may keep the graph and call
         `graph.replay(inputs)` at once. That stays right when weights move or the graph is evicted in the meantime.
+        None, too, for a graph that uses tensors of the call where they are: it is for these tensors only.
         """
         try:
             key, _ = self._key(inputs)
         except Uncapturable:
             return None
-        return self._graphs.get(key)
+        graph = self._graphs.get(key)
+        return None if graph is None or graph.uses_in_place else graph
 
     def run_plainly(self, reason: str, inputs: Sequence[Any]) -> Any:
         """Call the function without a graph and count the reason."""
@@ -344,6 +347,7 @@ class CapturedGraph:
     """One graph, the buffers it reads and the way its outputs are handed out.
 
     `last_used` is a tick of the runner's clock: the least of them is evicted first. `uses`: replays of late.
+    `uses_in_place`: whether it reads or writes tensors of the call where they are.
     """
 
     def __init__(
@@ -363,11 +367,14 @@ class CapturedGraph:
         self._lock = device.lock
         self._checks_gradients = torch.is_grad_enabled()
         assert runner._copied is not None
-        copied = [
+        given = [
             index
             for index in runner._copied
             if isinstance(inputs[index], torch.Tensor) and inputs[index].device.type == device.device_type
         ]
+        copied = [index for index in given if not stays(inputs[index])]
+        in_place = [index for index in given if stays(inputs[index])]
+        self.uses_in_place = bool(in_place)
         self._fixed = runner._fixed
         self._addresses: list[int | None] = [None] * len(inputs)
         for index in self._fixed:
@@ -383,7 +390,7 @@ class CapturedGraph:
         self._written = sorted(written.intersection(copied))
         # Copies do not see each other's writes, so memory that is written must be reached through one input only.
         self._exclusive = copied if written else []
-        self._fixed_memory = {_memory(inputs[index]) for index in self._fixed} if written else set()
+        self._fixed_memory = {_memory(inputs[index]) for index in (*self._fixed, *in_place)} if written else set()
         if not all(copies.is_plain(index) for index in self._written):
             raise Uncapturable("an input that is written repeats its own memory")
         plan = OutputPlan(outputs, arguments, borrow=device.borrow, copies=not runner._static_outputs)

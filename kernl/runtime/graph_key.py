@@ -2,9 +2,9 @@
 
 A graph freezes the layout of its tensors (shape, strides, dtype, device), every value that is not a tensor, and the
 switches of PyTorch that decide which kernels a call launches. Contents of tensors and, thanks to static input
-buffers, their addresses are not part of the key. The addresses of parameters and buffers are frozen too, but they are
-compared at each replay instead (`kernl.runtime.cuda_graph`), so that a moved weight replaces its graph rather than
-adding one.
+buffers, their addresses are not part of the key, except those of tensors that `stay`: a graph uses them where they are.
+The addresses of parameters and buffers are frozen too, but they are compared at each replay instead
+(`kernl.runtime.cuda_graph`), so that a moved weight replaces its graph rather than adding one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def graph_key(
                     device = place
                 elif device != place:
                     raise Uncapturable("inputs are on more than one device")
-                parts.append((value.shape, value.stride(), value.dtype))
+                parts.append((value.shape, value.stride(), value.dtype, value.data_ptr() if stays(value) else None))
             elif place.type == "cpu" and value.ndim == 0:
                 parts.append((value.dtype, repr(value.item())))
             else:
@@ -86,6 +86,14 @@ def graph_key(
         raise Uncapturable(f"no input is on {device_type}")
     parts.append(device)
     return tuple(parts), device
+
+
+def stays(tensor: torch.Tensor) -> bool:
+    """Whether its maker says that a tensor will be given again and again at the same address.
+
+    With `torch._dynamo.mark_static_address`, as transformers does for keys and values of its static caches.
+    """
+    return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
 def needs_gradient(inputs: Sequence[Any]) -> bool:

@@ -321,17 +321,54 @@ def test_a_declared_write_is_copied_back() -> None:
     assert torch.equal(x, torch.full((2,), 3.0))
 
 
-def test_a_fixed_input_is_written_where_it_is() -> None:
-    def append(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        cache.add_(x)
-        return cache * 1
+def append(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cache.add_(x)
+    return cache * 1
 
+
+def test_a_fixed_input_is_written_where_it_is() -> None:
     runner, device = make(append, fixed_inputs=[0])
     cache = torch.zeros(2)
     for call in range(1, 5):
         assert torch.equal(runner(cache, torch.ones(2)), torch.full((2,), float(call)))
     assert torch.equal(cache, torch.full((2,), 4.0))
     assert device.replays == 3
+
+
+def cache_that_stays(size: int = 2) -> torch.Tensor:
+    cache = torch.zeros(size)
+    torch._dynamo.mark_static_address(cache)
+    return cache
+
+
+def test_caches_marked_as_static_are_used_where_they_are_by_graphs_of_their_own() -> None:
+    runner, device = make(append)
+    first, second = cache_that_stays(), cache_that_stays()
+    for call in range(1, 4):
+        assert torch.equal(runner(first, torch.ones(2)), torch.full((2,), float(call)))
+        assert torch.equal(runner(second, 2 * torch.ones(2)), torch.full((2,), 2.0 * call))
+    assert (device.captures, device.replays) == (2, 4)
+    assert first.tolist() == [3, 3] and second.tolist() == [6, 6]
+    assert [graph["input_bytes"] for graph in runner.memory()["graphs"]] == [8, 8]  # the other input alone
+    other = torch.zeros(2)
+    assert torch.equal(runner(other, torch.ones(2)), torch.ones(2))
+    assert device.captures == 3 and first.tolist() == [3, 3]
+
+
+def test_a_graph_that_uses_a_cache_in_place_is_not_for_a_caller_to_keep() -> None:
+    runner, _ = make(append)
+    cache = cache_that_stays()
+    runner(cache, torch.ones(2))
+    assert runner.graph_count() == 1 and runner.lookup([cache, torch.ones(2)]) is None
+
+
+def test_an_input_that_shares_memory_with_a_cache_runs_plainly() -> None:
+    runner, device = make(append)
+    cache = cache_that_stays()
+    runner(cache, torch.ones(2))
+    cache.fill_(1)
+    assert runner(cache, cache.view(2)).tolist() == [2, 2]
+    assert device.replays == 0
 
 
 @pytest.mark.parametrize("by_address", [False, True])
