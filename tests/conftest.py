@@ -6,7 +6,8 @@ ask for the `kernels` fixture run kernels; all others see the plain CPU path.
     pytest tests/ops --op attention --dtype fp16,bf16 --shape 2x3x40
 
 Kernels and model families have hundreds of cases, and two versions of Triton and transformers to run on: `--share 1/2`
-runs one half of the cases of each such test, `--share 2/2` the other.
+runs one half of the cases of each such test, `--share 2/2` the other. Files that say `pytestmark =
+pytest.mark.either_end`, and all of tests/graph, are dealt out test by test.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=_read_share,
         default=(1, 1),
         metavar="I/N",
-        help="run the I-th of N shares of the tests of kernels and of those marked many_cases: each parametrised one "
-        "gives about 1/N of its cases",
+        help="run the I-th of N shares of the tests of kernels and of those marked many_cases (each parametrised one "
+        "gives about 1/N of its cases) or either_end (each file gives about 1/N of its tests)",
     )
 
 
@@ -66,17 +67,20 @@ def _read_share(text: str) -> tuple[int, int]:
 
 
 def _not_in_share(items: list[pytest.Item], share: tuple[int, int]) -> set[pytest.Item]:
-    """Cases that another share runs. Neighbours are drawn apart: they differ in the last parameter."""
+    """Tests that another share runs. Neighbours are drawn apart: they differ in the last parameter."""
     part, parts = share
-    folders = [Path(__file__).parent / name for name in ("ops", "aot")]
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    root = Path(__file__).parent
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        is_shared = item.get_closest_marker("many_cases") or any(folder in item.path.parents for folder in folders)
-        if hasattr(item, "callspec") and is_shared:
-            cases[item.nodeid.split("[")[0]].append(item)
+        if item.get_closest_marker("either_end") or root / "graph" in item.path.parents:
+            groups[str(item.path)].append(item)
+        elif hasattr(item, "callspec") and (
+            item.get_closest_marker("many_cases") or {root / "ops", root / "aot"} & set(item.path.parents)
+        ):
+            groups[item.nodeid.split("[")[0]].append(item)
     left_out: set[pytest.Item] = set()
-    for of_one_test in cases.values():
-        shuffled = sorted(of_one_test, key=lambda item: (zlib.crc32(item.nodeid.encode()), item.nodeid))
+    for group in groups.values():
+        shuffled = sorted(group, key=lambda item: (zlib.crc32(item.nodeid.encode()), item.nodeid))
         left_out.update(item for position, item in enumerate(shuffled) if position % parts != part - 1)
     return left_out
 

@@ -18,6 +18,8 @@ import kernl
 from kernl.front_door import builder_of, read_call
 from tests import tiny
 
+pytestmark = pytest.mark.either_end
+
 
 @pytest.fixture(autouse=True)
 def no_gradients() -> Any:

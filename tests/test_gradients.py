@@ -10,6 +10,8 @@ import kernl
 from kernl import backend
 from tests import tiny
 
+pytestmark = pytest.mark.either_end
+
 
 def same_gradients(model: nn.Module, plain: nn.Module) -> None:
     for (name, got), (_, want) in zip(model.named_parameters(), plain.named_parameters()):

@@ -110,3 +110,15 @@ def test_versions_agree_with_the_doctor() -> None:
         else:
             wanted = f"{name}>={'.'.join(map(str, least))}" + (f",<{'.'.join(map(str, below))}" if below else "")
         assert f'"{wanted}"' in text
+
+
+def test_files_that_are_divided_run_on_both_ends() -> None:
+    """Or one half of their tests would never run."""
+    named = re.search(r"^TESTS_NEWEST := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert named
+    newest = [ROOT / word for word in named[1].split() if word != "\\"]
+    marks = re.compile(r"pytest\.mark\.(either_end|many_cases)")
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if marks.search(path.read_text())]
+    assert files
+    for path in files:
+        assert {path, *path.parents} & set(newest), f"{path.name} is not among the Makefile's TESTS_NEWEST"
