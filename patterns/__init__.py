@@ -13,6 +13,7 @@ from kernl.patterns import (
     norm,
     relative_position,
     rms_norm,
+    torch_modules,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "norm",
     "relative_position",
     "rms_norm",
+    "torch_modules",
 ]

@@ -115,8 +115,9 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, arguments: OpArgu
 def require_shapes(query: Sequence[Any], key: Sequence[Any], value: Sequence[Any], *, grouped: bool) -> None:
     ranks = {len(query), len(key), len(value)}
     require(ranks in ({3}, {4}), f"operands have {' and '.join(map(str, sorted(ranks)))} dimensions (accepted: 3 or 4)")
-    same = [(query[0], key[0]), (query[0], value[0]), (key[-2], value[-2])]
-    require(all(map(known_equal, *zip(*same))), "batches or lengths of query, key and value are not known to be equal")
+    # That there are as many keys as values need not be known, or any call is an error: a cache's may be two symbols.
+    known = known_equal(query[0], key[0]) and known_equal(query[0], value[0])
+    require(known, "batches of query, key and value are not known to be equal")
     if len(query) == 4:
         require(known_equal(key[1], value[1]), "key and value have different numbers of heads")
         divides = grouped and type(query[1]) is int and type(key[1]) is int and query[1] % key[1] == 0

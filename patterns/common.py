@@ -45,3 +45,13 @@ def require_kernel_tensors(*operands: Node | None, autocast: bool) -> None:
     # Under autocast torch casts the operands, and so does the op's own autocast rule.
     if len(dtypes) > 1 and not autocast:
         raise Refused(f"operands of different dtypes: {', '.join(dtypes)}")
+
+
+def belongs_to_model(placeholder: Node) -> bool:
+    """Whether an input of the graph is a parameter or buffer, which Dynamo notes in its source."""
+    if isinstance(value_of(placeholder), torch.nn.Parameter):
+        return True
+    source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    name = name() if callable(name) else name
+    return "._parameters[" in name or "._buffers[" in name

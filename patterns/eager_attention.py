@@ -208,7 +208,7 @@ def _read_scores(match: Match, softmax: Node, value: Node, masks: Masks) -> Scor
             narrower = any(torch.finfo(cast).max < torch.finfo(result.dtype).max for cast in casts)
             require(not narrower, "seen but unknown: the scores are cast to a narrower type after a mask is added")
             heads = value_of(softmax).shape[1] if heads_in_batch else None
-            node = _read_mask(masks, call, node, sums, heads, scale)
+            node = _read_mask(match, masks, call, node, sums, heads, scale)
         else:
             raise Refused(unknown)
         same = value_of(node).dim() == len(shape) and all(map(known_equal, value_of(node).shape, shape))
@@ -233,7 +233,9 @@ def _read_scores(match: Match, softmax: Node, value: Node, masks: Masks) -> Scor
     return Scores(query, key, scale * by_query * by_key * by_inner_key, softcap, heads_in_batch)
 
 
-def _read_mask(masks: Masks, call: Call, node: Node, sums: list[torch.dtype], heads: int | None, scale: float) -> Node:
+def _read_mask(
+    match: Match, masks: Masks, call: Call, node: Node, sums: list[torch.dtype], heads: int | None, scale: float
+) -> Node:
     """Read one addition or filling in; returns the scores that it is applied to.
 
     heads: how many there are, if they are part of the batch here. scale: what the sum is multiplied by afterwards.
@@ -274,6 +276,10 @@ def _read_mask(masks: Masks, call: Call, node: Node, sums: list[torch.dtype], he
         f"seen but unknown: {call.op} in the scores with something that is not a number",
     )
     assert number is not None
+    expanded = call_of(condition)
+    if expanded is not None and expanded.op == "expand_as" and expanded["other"] is scores:  # XLM; it would broadcast
+        match.include([condition])
+        condition = expanded["input"]
     add_filled(masks, condition, number, dtype, sums, true_hides=true_hides)
     return scores
 

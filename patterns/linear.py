@@ -2,10 +2,16 @@
 
     activation(x @ weight.T + bias)            gelu, gelu_tanh, relu, silu, tanh, quick_gelu
     activation(x @ gate.T) * (x @ up.T)        the same, gated by another linear of the same input and size
+    activation(g) * u, g | u = x @ both.T      the same, where gate and up are the halves of one weight
     x @ [weight_1 | ... | weight_n].T          n = 2 to 4 linears of one input, in one launch, each with its own result
+    x @ weight.T + bias, addmm(bias, x, w)     linears written as products: made linears first, for all of the above
 
 Gated with silu (SwiGLU): Llama, Qwen, Mistral; with gelu_tanh: T5 1.1, FLAN-T5, mT5, Gemma. The original T5 has relu
-and no gate. What follows (T5 casts to fp32 before a `wo` that it keeps in fp32) is no part of the match.
+and no gate. ModernBERT, Phi3, GLM and DINOv2 have one weight for both, of which the op is given two slices, not copies.
+What follows (T5 casts to fp32 before a `wo` that it keeps in fp32) is no part of the match.
+
+A product is a linear where it is with a parameter, or with the transpose of one: in Falcon, and in GPT-2, whose weights
+are [K, N] and which flattens what it multiplies by them.
 
 Activations come as one call or spelled out; the spelled-out ones are recognised by their form, their constants captured
 and compared:
@@ -23,9 +29,12 @@ of BERT, ViT, T5, ...; key and value of cross-attention; the two heads of a ques
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from kernl.graph import (
@@ -33,6 +42,7 @@ from kernl.graph import (
     Match,
     Pattern,
     Refused,
+    anything,
     call_of,
     emit,
     op,
@@ -43,21 +53,29 @@ from kernl.graph import (
     value_of,
     var,
 )
-from kernl.patterns.common import kernl_op, require_kernel_tensors
+from kernl.patterns.common import belongs_to_model, kernl_op, known_equal, require_kernel_tensors
 
 _linear = op("linear", var("input"), var("weight"), var("bias", or_none=True)).named("linear")
 _x = var("linear")  # the linear's result, where it occurs again
 _up = op("linear", var("input"), var("up_weight"), var("up_bias", or_none=True))
+_halves = (op("chunk", _linear, 2, dim=-1) | op("split", _linear, anything("sizes"), dim=-1)).named("halves")
+_gate_half = op("getitem", _halves, scalar("gate_index")).named("gate")
+_up_half = op("getitem", anything("halves"), scalar("up_index"))
 
 Rewrite = Callable[..., Emitted]
 
 
-def _register_activation(name: str, pattern: Pattern) -> Callable[[Rewrite], Rewrite]:
-    """Register a rewrite function for `pattern`, an activation of a linear, and for `pattern` gated by another one."""
+def _register_activation(name: str, activation: Callable[[Pattern, Pattern], Pattern]) -> Callable[[Rewrite], Rewrite]:
+    """Register a rewrite function for an activation of a linear, and for the same gated.
+
+    activation: makes the pattern for `x`, which reads as `again` wherever else it occurs.
+    """
 
     def register(rewrite: Rewrite) -> Rewrite:
-        register_pattern(f"gated_{name}", op("mul", pattern, _up), priority=25)(rewrite)
-        return register_pattern(f"linear_{name}", pattern, priority=20)(rewrite)
+        of_linear = activation(_linear, _x)
+        gated = op("mul", of_linear, _up) | op("mul", activation(_gate_half, var("gate")), _up_half)
+        register_pattern(f"gated_{name}", gated, priority=25)(rewrite)
+        return register_pattern(f"linear_{name}", of_linear, priority=20)(rewrite)
 
     return register
 
@@ -65,12 +83,29 @@ def _register_activation(name: str, pattern: Pattern) -> Callable[[Rewrite], Rew
 def _linear_op(match: Match, activation: str) -> Emitted:
     input, weight, bias = match["input"], match["weight"], match["bias"]
     _require_linear(match, input, weight, bias)
+    if "gate" in match.bindings:
+        (gate, up), (gate_bias, up_bias) = (_in_halves(match, each) for each in (weight, bias))
+        return emit(kernl_op("gated_linear"), input, gate, up, gate_bias, up_bias, activation)
     up_weight, up_bias = match.get("up_weight"), match.get("up_bias")
     if up_weight is None:
         return emit(kernl_op("linear"), input, weight, bias, activation)
     _require_linear(match, input, up_weight, up_bias)
     require(value_of(weight).shape == value_of(up_weight).shape, "gate and gated linear are of different sizes")
     return emit(kernl_op("gated_linear"), input, weight, up_weight, bias, up_bias, activation)
+
+
+def _in_halves(match: Match, parameter: Node | None) -> tuple[Emitted | None, Emitted | None]:
+    """The rows of the gate and those of what it gates."""
+    places = [match["gate_index"], match["up_index"]]
+    rows, columns = value_of(match["weight"]).shape[0], value_of(match["gate"]).shape[-1]
+    require(
+        sorted(places) == [0, 1] and known_equal(2 * columns, rows), "gate and gated are not the halves of a linear"
+    )
+    if parameter is None:
+        return None, None
+    half = rows // 2
+    gate, up = (emit(operator.getitem, parameter, slice(place * half, (place + 1) * half)) for place in places)
+    return gate, up
 
 
 def _require_linear(match: Match, input: Node, weight: Node, bias: Node | None) -> None:
@@ -84,31 +119,89 @@ def _require_constant(name: str, value: float, expected: float) -> None:
     require(math.isclose(value, expected, rel_tol=1e-4), f"{name} is {value:g} (accepted: {expected:g})")
 
 
+# -- written as a product ----------------------------------------------------------------------------------------------
+
+
+_product = op("matmul", var("input"), var("matrix"))
+
+
+@register_pattern("product_linear", op("add", _product, var("bias")) | _product, priority=90)
+def product_linear(input: Node, matrix: Node, bias: Node | None) -> Emitted | None:
+    weight = _weight_of(matrix)
+    if weight is None or value_of(input).dim() < 2 or not (bias is None or _is_bias(bias, matrix)):
+        return None
+    return emit(F.linear, input, weight, bias)
+
+
+@register_pattern("addmm_linear", op("addmm", var("bias"), var("rows"), var("matrix")), priority=90)
+def addmm_linear(match: Match, bias: Node, rows: Node, matrix: Node) -> dict[Node, Emitted] | None:
+    weight = _weight_of(matrix)
+    if weight is None or not _is_bias(bias, matrix):
+        return None
+    input = _unflattened(match.root, rows)
+    return dict.fromkeys([match.root] if input is rows else match.root.users, emit(F.linear, input, weight, bias))
+
+
+def _weight_of(matrix: Node) -> Node | Emitted | None:
+    """The weight [N, K] of a linear that multiplies by this [K, N]; None unless that is a parameter or the like."""
+    if value_of(matrix).dim() != 2:
+        return None
+    if belongs_to_model(matrix):
+        return emit(torch.t, matrix)
+    call = call_of(matrix)
+    if call is None or not (call.op == "transpose" or (call.op == "permute" and tuple(call["dims"]) == (1, 0))):
+        return None
+    weight: Node = call["input"]
+    return weight if belongs_to_model(weight) else None
+
+
+def _is_bias(bias: Node, matrix: Node) -> bool:
+    mine, its = value_of(bias), value_of(matrix)
+    return belongs_to_model(bias) and mine.shape == its.shape[1:] and mine.dtype == its.dtype
+
+
+def _unflattened(product: Node, rows: Node) -> Node:
+    """x, where the product with x.view(-1, K) is viewed as [..., N] by all who use it; otherwise what was given."""
+    views = (rows, *product.users)
+    calls = [call for each in views if (call := call_of(each)) is not None and call.op in ("view", "reshape")]
+    if len(calls) < len(views):
+        return rows
+    input: Node = calls[0]["input"]
+    *outer, inner = value_of(input).shape
+    apart = [(inner, value_of(rows).shape[1])]
+    for user in product.users:
+        shape = value_of(user).shape
+        if len(shape) != len(outer) + 1:
+            return rows
+        apart += zip(shape, (*outer, value_of(product).shape[1]))
+    return input if all(known_equal(one, other) for one, other in apart) else rows
+
+
 # -- one call ----------------------------------------------------------------------------------------------------------
 
 
-@_register_activation("gelu", op("gelu", _linear))
+@_register_activation("gelu", lambda x, again: op("gelu", x))
 def linear_gelu(match: Match) -> Emitted:
     return _linear_op(match, "gelu")
 
 
-@_register_activation("gelu_tanh", op("gelu", _linear, approximate="tanh"))
+@_register_activation("gelu_tanh", lambda x, again: op("gelu", x, approximate="tanh"))
 def linear_gelu_tanh(match: Match) -> Emitted:
     return _linear_op(match, "gelu_tanh")
 
 
-@_register_activation("relu", op("relu", _linear))
+@_register_activation("relu", lambda x, again: op("relu", x))
 def linear_relu(match: Match) -> Emitted:
     return _linear_op(match, "relu")
 
 
 # silu(x), or x * sigmoid(x)
-@_register_activation("silu", op("silu", _linear) | op("mul", _linear, op("sigmoid", _x)))
+@_register_activation("silu", lambda x, again: op("silu", x) | op("mul", x, op("sigmoid", again)))
 def linear_silu(match: Match) -> Emitted:
     return _linear_op(match, "silu")
 
 
-@_register_activation("tanh", op("tanh", _linear))
+@_register_activation("tanh", lambda x, again: op("tanh", x))
 def linear_tanh(match: Match) -> Emitted:
     return _linear_op(match, "tanh")
 
@@ -117,20 +210,16 @@ def linear_tanh(match: Match) -> Emitted:
 
 
 # x * sigmoid(slope * x)
-@_register_activation("quick_gelu", op("mul", _linear, op("sigmoid", scaled(_x, "slope"))))
+@_register_activation("quick_gelu", lambda x, again: op("mul", x, op("sigmoid", scaled(again, "slope"))))
 def linear_quick_gelu(match: Match, slope: float) -> Emitted:
     _require_constant("the slope", slope, 1.702)
     return _linear_op(match, "quick_gelu")
 
 
-def _half_gate(curve: Pattern) -> Pattern:
+def _half_gate(x: Pattern, curve: Pattern) -> Pattern:
     """half * x * (one + curve), in every order of the products."""
     gate = op("add", curve, scalar("one"))
-    return (
-        op("mul", scaled(_linear, "half"), gate)
-        | op("mul", _linear, scaled(gate, "half"))
-        | scaled(op("mul", _linear, gate), "half")
-    )
+    return op("mul", scaled(x, "half"), gate) | op("mul", x, scaled(gate, "half")) | scaled(op("mul", x, gate), "half")
 
 
 def _require_half_gate(half: float, one: float) -> None:
@@ -139,7 +228,7 @@ def _require_half_gate(half: float, one: float) -> None:
 
 
 # x / 2 * (1 + erf(x / sqrt(2)))
-@_register_activation("gelu_erf", _half_gate(op("erf", scaled(_x, "slope"))))
+@_register_activation("gelu_erf", lambda x, again: _half_gate(x, op("erf", scaled(again, "slope"))))
 def linear_gelu_erf(match: Match, half: float, one: float, slope: float) -> Emitted:
     _require_half_gate(half, one)
     _require_constant("the slope", slope, math.sqrt(0.5))
@@ -149,7 +238,9 @@ def linear_gelu_erf(match: Match, half: float, one: float, slope: float) -> Emit
 # x / 2 * (1 + tanh(slope * (x + cubic * x^3)))
 @_register_activation(
     "gelu_new",
-    _half_gate(op("tanh", scaled(op("add", _x, scaled(op("pow", _x, scalar("exponent")), "cubic")), "slope"))),
+    lambda x, again: _half_gate(
+        x, op("tanh", scaled(op("add", again, scaled(op("pow", again, scalar("exponent")), "cubic")), "slope"))
+    ),
 )
 def linear_gelu_new(match: Match, half: float, one: float, slope: float, cubic: float, exponent: float) -> Emitted:
     _require_half_gate(half, one)
@@ -160,8 +251,12 @@ def linear_gelu_new(match: Match, half: float, one: float, slope: float, cubic: 
 # x / 2 * (1 + tanh(x * slope * (1 + cubic * x * x)))
 @_register_activation(
     "gelu_fast",
-    _half_gate(
-        op("tanh", op("mul", scaled(_x, "slope"), op("add", op("mul", scaled(_x, "cubic"), _x), scalar("one"))))
+    lambda x, again: _half_gate(
+        x,
+        op(
+            "tanh",
+            op("mul", scaled(again, "slope"), op("add", op("mul", scaled(again, "cubic"), again), scalar("one"))),
+        ),
     ),
 )
 def linear_gelu_fast(match: Match, half: float, one: float, slope: float, cubic: float) -> Emitted:

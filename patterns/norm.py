@@ -3,6 +3,8 @@
     y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias             over the last dimension
     y = layer_norm(input + residual)                                   the sum may be used again
 
+Some models spell it out, at best in fp32 (Cohere, the first DeBERTa, I-BERT): that becomes the one call first.
+
 Post-norm models (BERT, RoBERTa, ELECTRA, DistilBERT, ALBERT) normalise every residual sum; pre-norm models (ViT, CLIP,
 GPT-2) also pass the sum on to the next residual: then both are results of one op.
 
@@ -19,11 +21,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from kernl.graph import (
+    ANY,
     Emitted,
     Match,
+    Pattern,
     anything,
     call_of,
     emit,
@@ -31,10 +36,11 @@ from kernl.graph import (
     register_pattern,
     require,
     scalar,
+    through,
     value_of,
     var,
 )
-from kernl.patterns.common import kernl_op, require_kernel_tensors
+from kernl.patterns.common import belongs_to_model, kernl_op, known_equal, require_kernel_tensors, short
 
 
 def _layer_norm_of(operand: Any) -> Any:
@@ -87,6 +93,39 @@ def layer_norm(
     return emit(kernl_op("layer_norm"), input, weight, bias, float(eps))
 
 
+def or_cast(x: Pattern) -> Pattern:
+    """float(x), or x itself: a cast to fp32 loses nothing, and the ops make it anyway."""
+    return op("to", x, dtype=torch.float32) | x
+
+
+def _formula() -> Pattern:
+    x = or_cast(var("input"))
+    mean = op("mean", x, dim=anything("dim"), keepdim=True).named("mean")
+    centred = op("sub", x, mean)
+    square = op("pow", centred, scalar("exponent")) | op("square", centred) | op("mul", centred, centred)
+    variance = op("mean", square, dim=anything("dim"), keepdim=True).named("variance")
+    shifted = op("add", variance, scalar("eps"))
+    normalized = op("mul", centred, op("rsqrt", shifted)) | op("div", centred, op("sqrt", shifted))
+    product = op("mul", normalized | op("to", normalized, dtype=ANY), or_cast(var("weight")))
+    return through(op("add", product, or_cast(var("bias"))) | product, "to")
+
+
+@register_pattern("layer_norm_formula", _formula(), priority=90)
+def layer_norm_formula(match: Match, input: Node, weight: Node, bias: Node | None, eps: float) -> Emitted | None:
+    value = value_of(input)
+    for each in (value_of(parameter) for parameter in (weight, bias) if parameter is not None):
+        if each.dtype != value.dtype or each.dim() != 1 or not known_equal(each.shape[0], value.shape[-1]):
+            return None
+    if value_of(match.root).dtype != value.dtype:
+        return None  # what is matched from the node before, or after, says it better
+    last = value.dim() - 1
+    require(match.get("exponent", 2) == 2, f"the exponent is {match.get('exponent')} (accepted: 2)")
+    require(match["dim"] in (last, (last,)), f"the mean is over dimension {match['dim']} (accepted: the last)")
+    statistics = value_of(match["variance"]).dtype
+    require(statistics == torch.float32, f"the statistics are {short(statistics)} (accepted: float32)")
+    return emit(F.layer_norm, input, tuple(value_of(weight).shape), weight, bias, float(eps))
+
+
 def require_residual(input: Node, residual: Node, alpha: Any) -> None:
     """Refuse a sum that is no residual addition (see the top of this file)."""
     require(alpha == 1, f"the addition scales its second operand (alpha = {alpha})")
@@ -134,18 +173,8 @@ def _is_table(node: Any) -> bool:
         if (
             current.op == "placeholder"
             and isinstance(value_of(current), torch.Tensor)
-            and not _belongs_to_model(current)
+            and not belongs_to_model(current)
         ):
             return False
         pending.extend(current.all_input_nodes)
     return True
-
-
-def _belongs_to_model(placeholder: Node) -> bool:
-    """Whether an input of the graph is a parameter or buffer, which Dynamo notes in its source."""
-    if isinstance(value_of(placeholder), torch.nn.Parameter):
-        return True
-    source = getattr(placeholder, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    name = name() if callable(name) else name
-    return "._parameters[" in name or "._buffers[" in name

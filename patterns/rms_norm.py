@@ -48,14 +48,9 @@ from kernl.graph import (
     var,
 )
 from kernl.patterns.common import kernl_op, require_kernel_tensors, short
-from kernl.patterns.norm import require_residual
+from kernl.patterns.norm import or_cast, require_residual
 
 _SINGLE = torch.float32
-
-
-def _or_cast(x: Pattern) -> Pattern:
-    """float(x), or x itself: a cast to fp32 loses nothing, and the op makes it anyway."""
-    return op("to", x, dtype=_SINGLE) | x
 
 
 def _rms_norm_of(x: Pattern, again: Pattern) -> Pattern:
@@ -67,13 +62,13 @@ def _rms_norm_of(x: Pattern, again: Pattern) -> Pattern:
         weight=var("weight", or_none=True),
         eps=anything("eps"),
     )
-    first, other = _or_cast(x), _or_cast(again)
+    first, other = or_cast(x), or_cast(again)
     square = op("pow", first, scalar("exponent")) | op("square", first) | op("mul", first, other)
     mean_square = op("mean", square, dim=anything("dim"), keepdim=True).named("mean_square")
     inverse = op("rsqrt", op("add", mean_square, scalar("eps")))
     inverse |= op("pow", op("add", mean_square, scalar("eps")), scalar("root"))
     normalized = op("mul", inverse, other)
-    weight = _or_cast(var("weight"))
+    weight = or_cast(var("weight"))
     scale = op("add", weight, scalar("weight_offset")).named("scale") | weight
     product = op("mul", normalized | op("to", normalized, dtype=ANY), scale)
     return either(call, through(product.named("product"), "to"), through(normalized.named("product"), "to"))

@@ -104,6 +104,8 @@ def switches_mode(node: Node) -> bool:
     name = getattr(node.target, "__name__", "")
     if name in _SWITCHES:
         return True
+    if name == "_log_api_usage_once":  # a module is made on the way, such as the slice of a ModuleList
+        return False
     computes = node.meta.get("example_value") is not None or call_of(node) is not None or written_by(node)
     return not (computes or "assert" in name or name.startswith("_check"))
 

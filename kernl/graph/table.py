@@ -84,6 +84,14 @@ baddbmm(input, batch1, batch2, beta=1, alpha=1) = torch.baddbmm .baddbmm | .badd
 einsum(equation, *operands) = torch.einsum
 scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, \
     enable_gqa=False) = nn.scaled_dot_product_attention F.scaled_dot_product_attention
+multi_head_attention_forward(query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, \
+    bias_v, add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training=True, key_padding_mask=None, \
+    need_weights=True, attn_mask=None, use_separate_proj_weight=False, q_proj_weight=None, k_proj_weight=None, \
+    v_proj_weight=None, static_k=None, static_v=None, average_attn_weights=True, is_causal=False) \
+    = F.multi_head_attention_forward
+transformer_encoder_layer(src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, \
+    norm_first, eps, norm_weight_1, norm_bias_1, norm_weight_2, norm_bias_2, ffn_weight_1, ffn_bias_1, ffn_weight_2, \
+    ffn_bias_2, mask=None, mask_type=None) = torch._transformer_encoder_layer_fwd
 conv1d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) = torch.conv1d F.conv1d
 conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) = torch.conv2d F.conv2d
 conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) = torch.conv3d F.conv3d

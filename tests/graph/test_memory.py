@@ -112,6 +112,20 @@ def test_switches_of_mode_are_found() -> None:
     assert len(names) == len([node for node in graph.nodes if node.op == "call_function"]) - 1  # all but the product
 
 
+def test_a_module_made_on_the_way_switches_nothing() -> None:
+    """The slice of a ModuleList is one: Llama and its kin run the first so many of their layers."""
+    layers = torch.nn.ModuleList([torch.nn.Tanh(), torch.nn.Tanh()])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers[:1]:
+            x = layer(x)
+        return x
+
+    graph = nodes_of(function, torch.randn(2, 2))
+    assert "_log_api_usage_once" in [getattr(node.target, "__name__", "") for node in graph.nodes]
+    assert not any(map(switches_mode, graph.nodes))
+
+
 def test_metadata_is_compared_without_the_stride_of_single_rows() -> None:
     one = torch.empty(1, 4)
     assert same_metadata(one, torch.empty_strided((1, 4), (17, 1)))

@@ -16,6 +16,9 @@ import kernl.ops
 import kernl.patterns  # noqa: F401
 from kernl.graph import RewriteReport, call_of, canonicalize, default_registry, rewrite, value_of
 from kernl.testing import assert_within_budget
+from tests.graph.helpers import capture
+
+pytestmark = pytest.mark.either_end
 
 LAYERS, HEADS = 2, 4
 MINE = ("attention", "eager_attention", "relative_position_bias", "dropout")
@@ -367,6 +370,23 @@ def test_grouped_queries_share_their_keys() -> None:
         assert tuple(value_of(compiled.arguments["key"]).shape) == (4, 2, 6, 8)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_keys_and_values_whose_numbers_are_two_symbols(implementation: str) -> None:
+    """TorchDynamo gives a cache's tensors symbols of their own once they have grown."""
+
+    def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if implementation == "sdpa":
+            return F.scaled_dot_product_attention(query, key, value)
+        return (query @ key.mT).softmax(-1) @ value
+
+    query, key, value = (torch.randn(2, 3, length, 8) for length in (4, 6, 6))
+    for tensor in (key, value):
+        torch._dynamo.mark_dynamic(tensor, 2)
+    found = capture(function, query, key, value, registry=default_registry, strict=True)
+    assert found.ops() == ["kernl::attention", "getitem"] and found.guards_added == 0
+    torch.testing.assert_close(found.result, function(query, key, value))
+
+
 def test_sdpa_arguments() -> None:
     operands = list(_operands().values())
     compiled = _compare(lambda *x: F.scaled_dot_product_attention(*x), *operands)
@@ -404,6 +424,10 @@ MASKINGS: dict[str, tuple[Callable[..., Any], tuple[bool, bool, bool, str]]] = {
     "subtracted": (lambda s, m: s - (1 - _visible(m).float()) * 1e30, (False, True, False, "mean")),
     "subtracted_1e9": (lambda s, m: s - (1 - _visible(m).float()) * 1e9, (True, False, False, "zero")),
     "filled": (lambda s, m: s.masked_fill((m == 0)[:, None, None, :], LOWEST), (False, True, False, "mean")),
+    "filled_expanded": (
+        lambda s, m: s.masked_fill((m == 0)[:, None, None, :].expand_as(s), LOWEST),
+        (False, True, False, "mean"),
+    ),
     "filled_1e9": (lambda s, m: s.masked_fill(~_visible(m), -1e9), (False, True, False, "mean")),
     "chosen": (lambda s, m: torch.where(_visible(m), s, LOWEST), (False, True, False, "mean")),
     "chosen_otherwise": (lambda s, m: torch.where(_visible(m) == 0, LOWEST, s), (False, True, False, "mean")),

@@ -15,6 +15,8 @@ from tests.graph.helpers import Captured, capture
 from tests.patterns.test_families import FAMILIES, assert_counts
 from tests.patterns.test_families import check as check_model
 
+pytestmark = pytest.mark.either_end
+
 HIDDEN = 8
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
 PLACES = torch.arange(4)[None]

@@ -14,6 +14,8 @@ import kernl.patterns  # noqa: F401
 from kernl.graph import default_registry
 from tests.graph.helpers import Captured, capture
 
+pytestmark = pytest.mark.either_end
+
 torch.manual_seed(0)
 linear = nn.Linear(8, 16)
 
@@ -137,6 +139,50 @@ def test_a_second_linear_kept_in_fp32_keeps_its_cast() -> None:
     assert found.call("kernl::gated_linear")["activation"] == "gelu_tanh"
 
 
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name != "relu in place"])  # it writes to both halves
+def test_gated_by_half_of_one_linear(name: str) -> None:
+    """ModernBERT, Phi3 (the gate first, or last in the product), DINOv2."""
+    activation, both = ACTIVATIONS[name], nn.Linear(8, 32)
+
+    def chunked(x: torch.Tensor) -> torch.Tensor:
+        gate, up = both(x).chunk(2, dim=-1)
+        return up * activation(gate)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        up, gate = both(x).split(16, dim=-1)
+        return activation(gate) * up
+
+    for function, gate_first in ((chunked, True), (split, False)):
+        found = check(function, x(), dynamic=True)
+        assert found.ops() == ["getitem"] * 4 + ["kernl::gated_linear"] and not found.report.refusals
+        call = found.call("kernl::gated_linear")
+        assert name in FUSED[call["activation"]]
+        rows = [call[argument].args[1] for argument in ("gate_weight", "up_weight", "gate_bias", "up_bias")]
+        assert rows == [slice(0, 16), slice(16, 32)][:: 1 if gate_first else -1] * 2
+
+
+def test_what_is_not_gated_by_its_other_half() -> None:
+    both, uneven = nn.Linear(8, 32), nn.Linear(8, 48, bias=False)
+
+    def third(x: torch.Tensor) -> torch.Tensor:
+        gate, up, rest = uneven(x).split(16, dim=-1)
+        return F.silu(gate) * up + rest
+
+    def whole_rows(x: torch.Tensor) -> torch.Tensor:
+        gate, up = both(x[:, :4]).chunk(2, dim=1)
+        return F.silu(gate) * up
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        gate, up = both(x).chunk(2, dim=-1)
+        return F.silu(gate) * gate + up
+
+    for function in (third, twice):
+        found = check(function, x())
+        (reason,) = found.report.refused("gated_silu")
+        assert reason == "gate and gated are not the halves of a linear" and "kernl::linear" in found.ops()
+    assert not check(whole_rows, x()).report.matched("gated_silu")
+
+
 def test_what_is_no_gated_layer() -> None:
     up, narrow = nn.Linear(8, 16), nn.Linear(8, 1)
     other = x()
@@ -168,6 +214,49 @@ def test_gated_in_autocast_and_with_gradients() -> None:
     leaves = [input, linear.weight, linear.bias, up.weight, up.bias]
     mine, plain = (torch.autograd.grad(result.cos().sum(), leaves) for result in (found.result, function(input)))
     torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-4)
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear: a weight [K, N] and a product of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, 8), self.weight).view(*x.shape[:-1], 16)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_products_with_parameters_are_linears(dynamic: bool | None) -> None:
+    layer, table = Conv1D(), nn.Parameter(torch.randn(8, 16))
+    for function in (
+        lambda x: F.gelu(x @ linear.weight.T + linear.bias),
+        lambda x: F.gelu(torch.add(linear.bias, torch.matmul(x, linear.weight.permute(1, 0)))),
+        lambda x: F.gelu(x @ linear.weight.t()),
+    ):
+        found = check(function, x(), dynamic=dynamic)
+        assert found.ops() == ["kernl::linear"] and found.call("kernl::linear")["weight"].op == "placeholder"
+    for function in (lambda x: F.gelu(layer(x)), lambda x: F.gelu(x @ table)):
+        found = check(function, x(), dynamic=dynamic)
+        assert found.ops()[-2:] == ["transpose", "kernl::linear"] and "gelu" not in found.report.leftover
+    found = check(lambda x: torch.addmm(layer.bias, x, layer.weight), torch.randn(5, 8), dynamic=dynamic)
+    assert found.ops() == ["transpose", "kernl::linear"]
+
+
+def test_products_that_are_no_linears() -> None:
+    layer, vector = Conv1D(), nn.Parameter(torch.randn(8))
+    given, column = torch.randn(8, 16), nn.Parameter(torch.randn(5, 1))
+    assert check(lambda x, w: x @ w, x(), given).ops() == ["matmul"]
+    assert check(lambda x: x @ vector, x()).ops() == ["matmul"]
+    assert check(lambda x: vector @ layer.weight + x.sum(), x()).ops() == ["matmul", "sum", "add"]
+    assert check(lambda x: x @ linear.weight.T + column, x()).ops() == ["kernl::linear", "add"]
+    rows = torch.randn(5, 16)
+    assert check(lambda x, b: torch.addmm(b, x, layer.weight), x()[0], rows).ops() == ["addmm"]
+    assert check(lambda x: torch.addmm(layer.bias, x, layer.weight, beta=2), x()[0]).ops() == ["addmm"]
+    # a view by others than those of the rows stays
+    found = check(lambda x: torch.addmm(layer.bias, x.view(-1, 8), layer.weight).view(5, 2, 16), x())
+    assert found.ops() == ["view", "transpose", "kernl::linear", "view"]
 
 
 def test_a_linear_used_before_its_activation_too() -> None:
@@ -310,3 +399,14 @@ def test_gradients() -> None:
     parameters = [tensor, *model.parameters(), *linear.parameters()]
     mine = torch.autograd.grad(found.result, parameters)
     torch.testing.assert_close(mine, torch.autograd.grad(function(tensor), parameters))
+
+
+def test_gradients_of_halves_and_of_products() -> None:
+    both, layer = nn.Linear(8, 32), Conv1D()
+    function = lambda x: (F.silu((h := both(x).chunk(2, dim=-1))[0]) * h[1] + F.gelu(layer(x))).cos().sum()  # noqa: E731
+    tensor = x().requires_grad_()
+    found = capture(function, tensor, registry=default_registry, strict=True, grad=True)
+    assert found.report.matched("gated_silu") == 1 and found.report.matched("linear_gelu") == 1
+    leaves = [tensor, *both.parameters(), *layer.parameters()]
+    mine, plain = (torch.autograd.grad(result, leaves) for result in (found.result, function(tensor)))
+    torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-4)

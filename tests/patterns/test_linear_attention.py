@@ -14,6 +14,8 @@ import kernl.patterns  # noqa: F401
 from kernl.graph import default_registry
 from tests.graph.helpers import Captured, capture
 
+pytestmark = pytest.mark.either_end
+
 SHAPE = (2, 9, 3, 8)  # batch, length, heads, dim
 
 

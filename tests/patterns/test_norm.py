@@ -11,7 +11,10 @@ from torch import nn
 
 import kernl.patterns  # noqa: F401
 from kernl.graph import default_registry
+from kernl.testing import assert_within_budget
 from tests.graph.helpers import Captured, capture
+
+pytestmark = pytest.mark.either_end
 
 HIDDEN = 24
 
@@ -75,6 +78,79 @@ def test_in_place_residual() -> None:
 def test_operands_that_broadcast() -> None:
     norm = nn.LayerNorm(HIDDEN)
     assert counts(check(lambda a, b: norm(a + b), x(), x(1, 5, HIDDEN))) == (0, 1)
+
+
+def cohere(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    given = x.dtype
+    x = x.to(torch.float32)
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).pow(2).mean(-1, keepdim=True)
+    x = (x - mean) * torch.rsqrt(variance + 1e-5)
+    return (weight.to(torch.float32) * x).to(given)
+
+
+def deberta(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    given = x.dtype
+    x = x.float()
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).pow(2).mean(-1, keepdim=True)
+    x = (x - mean) / torch.sqrt(variance + 1e-5)
+    return weight * x.to(given) + bias
+
+
+def ibert(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    y = x - x.mean(axis=2, keepdim=True)
+    return y / torch.sqrt(1e-5 + torch.mean(y**2, axis=2, keepdim=True)) * weight + bias
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("formula", [cohere, deberta, ibert])
+def test_written_out(formula: Any, dynamic: bool | None) -> None:
+    weight, bias = nn.Parameter(torch.randn(HIDDEN)), nn.Parameter(torch.randn(HIDDEN))
+    found = check(lambda a, b: formula(a.cos() + b, weight, bias), x(), x(), dynamic=dynamic)
+    assert found.ops() == ["cos", "kernl::layer_norm_of_sum"]
+    call = found.call("kernl::layer_norm_of_sum")
+    assert call["eps"] == 1e-5 and (call["bias"] is None) == (formula is cohere)
+
+
+@pytest.mark.parametrize("formula", [cohere, deberta])
+def test_written_out_in_16_bits(formula: Any) -> None:
+    parameters = [nn.Parameter(torch.randn(HIDDEN, dtype=torch.bfloat16)) for _ in range(2)]
+    tensor = x(dtype=torch.bfloat16)
+    found = capture(lambda x: formula(x, *parameters), tensor, registry=default_registry, strict=True)
+    assert found.ops() == ["kernl::layer_norm"]
+    exact = formula(tensor.double(), *(parameter.double() for parameter in parameters))
+    assert_within_budget(found.result, exact, formula(tensor, *parameters))
+
+
+def test_formulas_that_are_no_layer_norm() -> None:
+    weight, bias = nn.Parameter(torch.randn(HIDDEN)), nn.Parameter(torch.randn(HIDDEN))
+
+    def refusal(function: Any, tensor: torch.Tensor) -> str:
+        found = check(function, tensor)
+        assert not any(op.startswith("kernl::") for op in found.ops())
+        (reason,) = found.report.refused("layer_norm_formula")
+        return reason
+
+    def powered(x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return weight * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-5))
+
+    assert refusal(powered, x()) == "the exponent is 4 (accepted: 2)"
+
+    def of_columns(x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(1, keepdim=True)
+        return weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5))
+
+    assert refusal(of_columns, x()) == "the mean is over dimension 1 (accepted: the last)"
+    half = [parameter.bfloat16() for parameter in (weight, bias)]
+    assert (
+        refusal(lambda x: ibert(x, *half), x(dtype=torch.bfloat16)) == "the statistics are bfloat16 (accepted: float32)"
+    )
+    # a table in the place of a weight
+    table = nn.Parameter(torch.randn(5, HIDDEN))
+    found = check(lambda x: cohere(x, table, bias), x())
+    assert not found.report.matched("layer_norm_formula") and not found.report.refusals
 
 
 class Embedding(nn.Module):

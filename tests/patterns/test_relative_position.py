@@ -15,6 +15,8 @@ from kernl.graph import Call, call_of, default_registry, value_of
 from kernl.ops.relative_position import RelativePositionBias
 from tests.graph.helpers import Captured, capture
 
+pytestmark = pytest.mark.either_end
+
 HEADS, SEQLEN = 3, 9
 
 
