@@ -42,7 +42,8 @@ _ONE_THREAD = (("OMP_NUM_THREADS", "1"), ("KERNL_TUNING", "off"))
 _PYTEST = "{python} -m pytest -q -rfE --tb=short {workers} "
 
 STEPS: Mapping[str, Step] = {
-    "tests": Step(_PYTEST + "tests/gpu tests/ops", 600, _ONE_THREAD),
+    "tests": Step(_PYTEST + "tests/gpu", 600, _ONE_THREAD),
+    "tests_of_ops": Step(_PYTEST + "tests/ops", 600, _ONE_THREAD),
     "sanitize": Step("make sanitize VENV=none PYTHON={python}", 300),
     "linear": Step("{python} benchmarks/in_model.py --ops linear --hopper --all-tilings --out {out}", 200),
     "attention": Step("{python} benchmarks/in_model.py --ops attention --out {out}", 120),

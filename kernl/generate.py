@@ -153,31 +153,33 @@ def make_generate(model: nn.Module, handle: Handle) -> Callable[..., Any]:
     return generate
 
 
-PREPARE_ENCODER = "_prepare_encoder_decoder_kwargs_for_generation"
-"""The method of transformers that runs a model's encoder for `generate`, past the model's forward."""
+PREPARES_ENCODER = (
+    "_prepare_text_encoder_decoder_kwargs_for_generation",
+    "_prepare_encoder_decoder_kwargs_for_generation",  # transformers before 5.24
+)
+"""Methods of transformers that run a model's encoder for `generate`, past the model's forward."""
 
 
-def make_prepare_encoder(model: Any) -> Callable[..., Any]:
-    """The function that takes the place of that method of an optimised model: the encoder is optimised too."""
+def make_prepare_encoder(model: Any) -> dict[str, Callable[..., Any]]:
+    """What takes the place of such a method of an optimised model, by name: with it the encoder is optimised too."""
+    name = next((name for name in PREPARES_ENCODER if hasattr(model, name)), None)
+    if name is None or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return {}
     find_model = weakref.ref(model)
-    own = vars(model).get(PREPARE_ENCODER)
+    own = vars(model).get(name)
 
-    @functools.wraps(getattr(type(model), PREPARE_ENCODER))
+    @functools.wraps(getattr(type(model), name, own))
     def prepare(*args: Any, **kwargs: Any) -> Any:
         model: Any = find_model()
         if model is None:
             raise ReferenceError("the optimised model that this method belongs to is gone: keep the model")
-        original = functools.partial(getattr(type(model), PREPARE_ENCODER), model) if own is None else own
+        original = functools.partial(getattr(type(model), name), model) if own is None else own
         if disabled_here.get():
             return original(*args, **kwargs)
         with loop_of(model).encoder_served(model):
             return original(*args, **kwargs)
 
-    return prepare
-
-
-def has_encoder(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return {name: prepare}
 
 
 def _own_generate(model: Any) -> Callable[..., Any]:
@@ -308,7 +310,7 @@ class FastLoop:
                     model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
                 )
 
-            if has_encoder(model):
+            if getattr(model.config, "is_encoder_decoder", False):
                 encoder.enter_context(self.encoder_served(model))
             tokens = own(**{**given, "custom_generate": loop})
         return tokens

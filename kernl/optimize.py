@@ -45,6 +45,7 @@ _PLACES = (
     "__getstate__",
     "_replicate_for_data_parallel",
     "_prepare_encoder_decoder_kwargs_for_generation",
+    "_prepare_text_encoder_decoder_kwargs_for_generation",
 )
 
 
@@ -84,11 +85,9 @@ def optimize_model(model: Model, **options: Any) -> Model:
     }
     handle.before = before
     if _generates(model):
-        from kernl.generate import PREPARE_ENCODER, has_encoder, make_generate, make_prepare_encoder
+        from kernl.generate import make_generate, make_prepare_encoder
 
-        placed["generate"] = make_generate(model, handle)
-        if has_encoder(model):
-            placed[PREPARE_ENCODER] = make_prepare_encoder(model)
+        placed |= {"generate": make_generate(model, handle), **make_prepare_encoder(model)}
     handle.placed = placed
     vars(model).update(placed, kernl=handle)
     return model

@@ -40,7 +40,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kernl
 from kernl.decoding import capacity_for, encoder_capacity_for
-from kernl.generate import LOOK_EVERY, PREPARE_ENCODER, loop_of
+from kernl.generate import LOOK_EVERY, PREPARES_ENCODER, loop_of
 from kernl.report import forget_warnings
 from tests import tiny
 
@@ -507,8 +507,9 @@ def test_option_hf_serves_the_encoder_too(family: str) -> None:
         assert torch.equal(model.generate(**inputs, max_new_tokens=4, num_beams=2, **ENDLESS), want)
         assert model.kernl.report().calls.direct == call  # the encoder's: a cache is no argument by value
     assert "forward" not in vars(model.get_encoder())
+    assert set(PREPARES_ENCODER) & vars(model).keys()
     kernl.restore_model(model)
-    assert PREPARE_ENCODER not in vars(model)
+    assert not set(PREPARES_ENCODER) & vars(model).keys()
 
 
 def test_own_generate_on_the_instance_is_kept() -> None:
