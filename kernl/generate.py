@@ -513,21 +513,39 @@ def fill_on_device(gm: torch.fx.GraphModule) -> None:
     gm.recompile()
 
 
+_SERVED = ("forward", "__getstate__")
+_served_now: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 @contextlib.contextmanager
 def _served_by(module: nn.Module, door: FrontDoor) -> Iterator[None]:
     """Inside, calls of a module go through a front door. Models that share it wait for one another."""
     with _loops_lock:
         lock = _encoder_locks.setdefault(module, threading.RLock())
     with lock:
-        places, before = vars(module), vars(module).get("forward")
-        places["forward"] = _like(door.make_forward(), module.forward)
+        if module in _served_now:
+            yield  # by whoever called what called this
+            return
+        places, before = vars(module), {name: vars(module)[name] for name in _SERVED if name in vars(module)}
+        forward = _like(door.make_forward(), module.forward)
+
+        def state_without_kernl() -> Any:
+            """`module.__getstate__`: a copy that is made now, by a hook or another thread, is of the plain module."""
+            get_state = getattr(type(module), "__getstate__", None)
+            state = dict(vars(module) if get_state is None else get_state(module))
+            for name in _SERVED:
+                del state[name]
+            return {**state, **before}
+
+        places |= {"forward": forward, "__getstate__": state_without_kernl}
+        _served_now.add(module)
         try:
             yield
         finally:
-            if before is None:
-                del places["forward"]
-            else:
-                places["forward"] = before
+            _served_now.discard(module)
+            for name in _SERVED:
+                del places[name]
+            places |= before
 
 
 def _like(forward: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

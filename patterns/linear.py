@@ -60,7 +60,7 @@ _x = var("linear")  # the linear's result, where it occurs again
 _up = op("linear", var("input"), var("up_weight"), var("up_bias", or_none=True))
 _halves = (op("chunk", _linear, 2, dim=-1) | op("split", _linear, anything("sizes"), dim=-1)).named("halves")
 _gate_half = op("getitem", _halves, scalar("gate_index")).named("gate")
-_up_half = op("getitem", anything("halves"), scalar("up_index"))
+_up_half = op("getitem", anything("halves"), scalar("up_index")).named("up")
 
 Rewrite = Callable[..., Emitted]
 
@@ -97,10 +97,9 @@ def _linear_op(match: Match, activation: str) -> Emitted:
 def _in_halves(match: Match, parameter: Node | None) -> tuple[Emitted | None, Emitted | None]:
     """The rows of the gate and those of what it gates."""
     places = [match["gate_index"], match["up_index"]]
-    rows, columns = value_of(match["weight"]).shape[0], value_of(match["gate"]).shape[-1]
-    require(
-        sorted(places) == [0, 1] and known_equal(2 * columns, rows), "gate and gated are not the halves of a linear"
-    )
+    rows = value_of(match["weight"]).shape[0]
+    are_halves = all(known_equal(2 * value_of(match[name]).shape[-1], rows) for name in ("gate", "up"))
+    require(sorted(places) == [0, 1] and are_halves, "gate and gated are not the halves of a linear")
     if parameter is None:
         return None, None
     half = rows // 2
@@ -149,7 +148,10 @@ def _weight_of(matrix: Node) -> Node | Emitted | None:
     if belongs_to_model(matrix):
         return emit(torch.t, matrix)
     call = call_of(matrix)
-    if call is None or not (call.op == "transpose" or (call.op == "permute" and tuple(call["dims"]) == (1, 0))):
+    if call is None or call.op not in ("transpose", "permute"):
+        return None
+    order = tuple(call["dims"]) if call.op == "permute" else (call["dim1"], call["dim0"])
+    if order != (1, 0):
         return None
     weight: Node = call["input"]
     return weight if belongs_to_model(weight) else None

@@ -36,7 +36,6 @@ from kernl.graph import (
     register_pattern,
     require,
     scalar,
-    through,
     value_of,
     var,
 )
@@ -98,6 +97,15 @@ def or_cast(x: Pattern) -> Pattern:
     return op("to", x, dtype=torch.float32) | x
 
 
+def rounds_as_little(match: Match, *dtypes: torch.dtype) -> bool:
+    """Whether what is normalised is rounded, on the way, to no type but fp32 and those that are there anyway.
+
+    Any other cast is wanted for what it loses, as in training for quantised inference.
+    """
+    rounded = match.get("rounded")
+    return rounded is None or value_of(rounded).dtype in (torch.float32, *dtypes)
+
+
 def _formula() -> Pattern:
     x = or_cast(var("input"))
     mean = op("mean", x, dim=anything("dim"), keepdim=True).named("mean")
@@ -106,8 +114,9 @@ def _formula() -> Pattern:
     variance = op("mean", square, dim=anything("dim"), keepdim=True).named("variance")
     shifted = op("add", variance, scalar("eps"))
     normalized = op("mul", centred, op("rsqrt", shifted)) | op("div", centred, op("sqrt", shifted))
-    product = op("mul", normalized | op("to", normalized, dtype=ANY), or_cast(var("weight")))
-    return through(op("add", product, or_cast(var("bias"))) | product, "to")
+    product = op("mul", normalized | op("to", normalized, dtype=ANY).named("rounded"), or_cast(var("weight")))
+    result = (op("add", product, or_cast(var("bias"))) | product).named("result")
+    return result | op("to", result, dtype=ANY)
 
 
 @register_pattern("layer_norm_formula", _formula(), priority=90)
@@ -118,6 +127,8 @@ def layer_norm_formula(match: Match, input: Node, weight: Node, bias: Node | Non
             return None
     if value_of(match.root).dtype != value.dtype:
         return None  # what is matched from the node before, or after, says it better
+    if not rounds_as_little(match, value.dtype, value_of(match["result"]).dtype):
+        return None
     last = value.dim() - 1
     require(match.get("exponent", 2) == 2, f"the exponent is {match.get('exponent')} (accepted: 2)")
     require(match["dim"] in (last, (last,)), f"the mean is over dimension {match['dim']} (accepted: the last)")

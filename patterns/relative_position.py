@@ -126,7 +126,11 @@ def _transposed(rows: Node) -> Node | Emitted:
     """rows [2 reach + 1, heads] as float32 [heads, 2 reach + 1]: what they were made from, if it is that."""
     source = rows.args[0] if op_name(rows) == "to" else rows
     transpose = call_of(source)
-    if transpose is not None and transpose.op == "transpose" and value_of(transpose["input"]).dtype == torch.float32:
+    if (
+        transpose is not None
+        and (transpose.op, transpose.arguments.get("dim0"), transpose.arguments.get("dim1")) == ("transpose", 0, 1)
+        and value_of(transpose["input"]).dtype == torch.float32
+    ):
         return transpose["input"]
     return emit(torch.Tensor.float, emit(torch.transpose, rows, 0, 1))
 

@@ -48,7 +48,7 @@ from kernl.graph import (
     var,
 )
 from kernl.patterns.common import kernl_op, require_kernel_tensors, short
-from kernl.patterns.norm import or_cast, require_residual
+from kernl.patterns.norm import or_cast, require_residual, rounds_as_little
 
 _SINGLE = torch.float32
 
@@ -70,7 +70,7 @@ def _rms_norm_of(x: Pattern, again: Pattern) -> Pattern:
     normalized = op("mul", inverse, other)
     weight = or_cast(var("weight"))
     scale = op("add", weight, scalar("weight_offset")).named("scale") | weight
-    product = op("mul", normalized | op("to", normalized, dtype=ANY), scale)
+    product = op("mul", normalized | op("to", normalized, dtype=ANY).named("rounded"), scale)
     return either(call, through(product.named("product"), "to"), through(normalized.named("product"), "to"))
 
 
@@ -101,6 +101,8 @@ def _read(match: Match, x: Node) -> _Norm | None:
         return _Norm(weight, torch.finfo(_SINGLE).eps if eps is None else eps, 0.0, dtype)
 
     product = match["product"]
+    if not rounds_as_little(match, value_of(x).dtype, value_of(product).dtype):
+        return None
     if match.root is not product:
         call = call_of(match.root)
         assert call is not None

@@ -33,6 +33,7 @@ def _any_call(name: str) -> Any:
 def encoder_layer(match: Match) -> Emitted:
     of: Any = match.bindings
     src = of["src"]
+    require(not match.autocast, "seen but unknown: an encoder layer of torch.nn, in one call, under autocast")
     require(
         value_of(src).dim() == 3 and not value_of(src).is_nested, "an encoder layer of torch.nn that is not batched"
     )

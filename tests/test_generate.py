@@ -512,6 +512,23 @@ def test_option_hf_serves_the_encoder_too(family: str) -> None:
     assert not set(PREPARES_ENCODER) & vars(model).keys()
 
 
+@pytest.mark.parametrize("option", ["hf", "fast"])
+def test_a_copy_made_while_the_encoder_runs_is_plain(option: str) -> None:
+    model, inputs = kernl.optimize_model(build("t5"), generate=option), prompt("t5")
+    copies: list[Any] = []
+
+    def make_copy(*_: Any) -> None:
+        copies.append(copy.deepcopy(model))
+
+    hook = model.get_encoder().register_forward_pre_hook(make_copy)
+    tokens = model.generate(**inputs, max_new_tokens=4, **ENDLESS)
+    hook.remove()
+    (made,) = copies
+    assert not {"forward", "__getstate__"} & (vars(made.get_encoder()).keys() | vars(model.get_encoder()).keys())
+    made.get_encoder()._forward_pre_hooks.clear()
+    assert torch.equal(made.generate(**inputs, max_new_tokens=4, **ENDLESS), tokens)
+
+
 def test_own_generate_on_the_instance_is_kept() -> None:
     model = build("llama")
     model.generate = lambda *args, **kwargs: "mine"

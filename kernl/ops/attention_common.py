@@ -111,7 +111,8 @@ def over_batches(scoring_at: int) -> VmapRule:
         here = list(arguments)
         for place in (*range(scoring_at), padding_at):
             here[place] = folded(arguments[place], dims[place])
-        rows = here[0].shape[0] // batch_size if batch_size else 0
+        runs_over_first = dims[0] is not None and dims[0] % arguments[0].dim() == 0
+        rows = arguments[0].shape[int(runs_over_first)]
         results = op(*here)
         # The gradient of a mask that nobody wants is [0].
         apart = tuple(part.unflatten(0, (batch_size, rows)) if part.dim() > 1 else part for part in results)

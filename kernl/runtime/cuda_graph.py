@@ -254,6 +254,12 @@ class CudaGraphRunner:
     def _admits(self, key: tuple[object, ...], device: CaptureDevice) -> bool:
         """Whether there is a place for a graph of this key, or this key deserves that of another one."""
         with self._lock:
+            useless = [graph for graph in self._oldest_first(device) if graph.is_useless]
+            for graph in useless:
+                del self._graphs[graph.key]
+        for graph in useless:
+            graph.drop()
+        with self._lock:
             peers = self._oldest_first(device)
             return len(peers) < self._max_graphs or self._admission.admits(key, peers[0], peers)
 
@@ -347,7 +353,6 @@ class CapturedGraph:
     """One graph, the buffers it reads and the way its outputs are handed out.
 
     `last_used` is a tick of the runner's clock: the least of them is evicted first. `uses`: replays of late.
-    `uses_in_place`: whether it reads or writes tensors of the call where they are.
     """
 
     def __init__(
@@ -374,7 +379,7 @@ class CapturedGraph:
         ]
         copied = [index for index in given if not stays(inputs[index])]
         in_place = [index for index in given if stays(inputs[index])]
-        self.uses_in_place = bool(in_place)
+        self._used_in_place = [weakref.ref(inputs[index].untyped_storage()) for index in in_place]
         self._fixed = runner._fixed
         self._addresses: list[int | None] = [None] * len(inputs)
         for index in self._fixed:
@@ -406,6 +411,16 @@ class CapturedGraph:
             "output_bytes": plan.nbytes,
             "reserved_bytes": max(device.reserved_bytes() - reserved, 0),
         }
+
+    @property
+    def uses_in_place(self) -> bool:
+        """Whether it reads or writes tensors of the call where they are."""
+        return bool(self._used_in_place)
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether one of these tensors is gone, so that no call will have this graph's key."""
+        return any(storage() is None for storage in self._used_in_place)
 
     @property
     def is_alive(self) -> bool:

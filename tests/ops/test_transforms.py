@@ -374,3 +374,10 @@ def test_autocast_takes_operands_of_several_types(name: str, rng: torch.Generato
     mixed = [tensor.bfloat16() if place % 2 else tensor for place, tensor in enumerate(tensors)]
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(function(*mixed), function(*tensors))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_vmap_of_attention_over_nothing(dim: int) -> None:
+    shape = [2, 2, 5, 8]
+    shape.insert(dim, 0)
+    assert vmap(kernl.ops.attention, in_dims=dim)(*(rand(*shape) for _ in range(3))).shape == (0, 2, 2, 5, 8)

@@ -259,6 +259,23 @@ def test_products_that_are_no_linears() -> None:
     assert found.ops() == ["view", "transpose", "kernl::linear", "view"]
 
 
+@pytest.mark.parametrize("dims", [(0, 0), (1, 1), (1, -1)])
+def test_a_dimension_changed_for_itself_is_no_transpose(dims: tuple[int, int]) -> None:
+    square = nn.Parameter(torch.randn(8, 8))
+    check(lambda x: x @ square.transpose(*dims), x())
+
+
+@pytest.mark.parametrize("sizes", [[2, 1, 1], [1, 2, 1]])
+def test_parts_of_which_one_broadcasts_are_no_halves(sizes: list[int]) -> None:
+    parts = nn.Linear(8, 4)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        first, second, _ = parts(x).split(sizes, dim=-1)
+        return F.silu(first) * second if sizes[0] == 2 else F.silu(second) * first
+
+    assert not check(function, x()).report.matched("gated_silu")
+
+
 def test_a_linear_used_before_its_activation_too() -> None:
     found = check(lambda x: (y := linear(x)).relu() + y, x())
     assert found.report.refused("linear_relu") == {

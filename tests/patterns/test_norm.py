@@ -153,6 +153,24 @@ def test_formulas_that_are_no_layer_norm() -> None:
     assert not found.report.matched("layer_norm_formula") and not found.report.refusals
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("inside", [False, True], ids=["result", "normalized"])
+def test_written_out_with_a_cast_that_is_there_to_lose_digits(dtype: torch.dtype, inside: bool) -> None:
+    weight, bias = nn.Parameter(torch.randn(HIDDEN)), nn.Parameter(torch.randn(HIDDEN))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return x.to(dtype).float() * weight + bias if inside else (x * weight + bias).to(dtype).float()
+
+    def root_mean_square(x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return weight * x.to(dtype).float() if inside else (weight * x).to(dtype).float()
+
+    for function in (layer, root_mean_square):
+        check(function, x())
+
+
 class Embedding(nn.Module):
     """The first norm of a model: of a sum of lookups, or of an activation and a table."""
 

@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from kernl.runtime.graph_key import stays
+
 
 class FakeGraph:
     def __init__(self, device: FakeDevice, function: Callable[..., Any], arguments: list[Any], outputs: Any) -> None:
         self.device = device
         self.function = function
-        self.arguments = arguments
+        # A graph keeps what it uses in place by address alone.
+        self._arguments = [
+            weakref.ref(value) if isinstance(value, torch.Tensor) and stays(value) else value for value in arguments
+        ]
         inputs = {id(value) for value in arguments}
         memory = {storage_of(value) for value in arguments if isinstance(value, torch.Tensor)}
         self.outputs = [
@@ -29,6 +34,10 @@ class FakeGraph:
             else None
             for leaf in pytree.tree_leaves(outputs)
         ]
+
+    @property
+    def arguments(self) -> list[Any]:
+        return [value() if isinstance(value, weakref.ref) else value for value in self._arguments]
 
     def replay(self) -> None:
         self.device.replays += 1

@@ -362,6 +362,15 @@ def test_a_graph_that_uses_a_cache_in_place_is_not_for_a_caller_to_keep() -> Non
     assert runner.graph_count() == 1 and runner.lookup([cache, torch.ones(2)]) is None
 
 
+def test_graphs_of_caches_that_are_gone_make_way() -> None:
+    runner, device = make(append, max_graphs=2)
+    for _ in range(10):
+        cache = cache_that_stays()
+        assert [runner(cache, torch.ones(2))[0].item() for _ in range(3)] == [1, 2, 3]
+        del cache
+    assert device.captures == 10 and not runner.skips and runner.graph_count() <= 2
+
+
 def test_an_input_that_shares_memory_with_a_cache_runs_plainly() -> None:
     runner, device = make(append)
     cache = cache_that_stays()
