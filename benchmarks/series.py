@@ -1,7 +1,7 @@
 """Everything a GPU is needed for, one step after the other: tests, sanitizer, comparisons, and what they gave.
 
-    python benchmarks/series.py --out /tmp/series                       all steps
-    python benchmarks/series.py --steps bert,traffic --budget-s 580     some of them, within ten minutes
+    python benchmarks/series.py --out FOLDER                                         all steps
+    python benchmarks/series.py --out FOLDER --steps bert,traffic --budget-s 580     some of them, within ten minutes
 
 Each step is a process of its own with a time limit. What it prints goes to `<out>/<step>.log`, rows kept as JSON to
 `<out>/<step>/`. A step that fails or runs out of time does not stop the next; one that would not fit into what is left
@@ -11,6 +11,7 @@ of the budget is not started. At the end: a table of the steps. Exit code 1 when
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import signal
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import names_from
 
@@ -69,7 +72,7 @@ class Outcome:
 def run_step(name: str, step: Step, out: Path, seconds: float) -> Outcome:
     """Run one step, for so many seconds at most, with its log and its rows under `out`."""
     (out / name).mkdir(parents=True, exist_ok=True)
-    workers = f"-n {min(os.cpu_count() or 1, 15)}" if _has_xdist() else ""
+    workers = f"-n {min(os.cpu_count() or 1, 15)}" if importlib.util.find_spec("xdist") else ""
     words = {"python": shlex.quote(sys.executable), "out": shlex.quote(str(out / name)), "workers": workers}
     environment = {**os.environ, **dict(step.environment)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -92,10 +95,6 @@ def run_step(name: str, step: Step, out: Path, seconds: float) -> Outcome:
             state = "out of time"
     lines = log.read_text(errors="replace").strip().splitlines()
     return Outcome(name, state, time.monotonic() - started, lines[-1] if lines else "")
-
-
-def _has_xdist() -> bool:
-    return subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -531,8 +531,9 @@ def _served_by(module: nn.Module, door: FrontDoor) -> Iterator[None]:
 
         def state_without_kernl() -> Any:
             """`module.__getstate__`: a copy that is made now, by a hook or another thread, is of the plain module."""
-            get_state = getattr(type(module), "__getstate__", None)
-            state = dict(vars(module) if get_state is None else get_state(module))
+            from kernl.optimize import state_by_class
+
+            state = dict(state_by_class(module))
             for name in _SERVED:
                 del state[name]
             return {**state, **before}

@@ -37,17 +37,6 @@ __all__ = ["Handle", "Verification", "disabled", "optimize_model", "restore_mode
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# What optimising puts into the instance's dictionary.
-_PLACES = (
-    "forward",
-    "generate",
-    "kernl",
-    "__getstate__",
-    "_replicate_for_data_parallel",
-    "_prepare_encoder_decoder_kwargs_for_generation",
-    "_prepare_text_encoder_decoder_kwargs_for_generation",
-)
-
 
 def optimize_model(model: Model, **options: Any) -> Model:
     """Make every call of `model` fast. Returns the same object.
@@ -75,20 +64,19 @@ def optimize_model(model: Model, **options: Any) -> Model:
         raise ValueError(f'option generate="fast": a {type(model).__name__} has no `generate` of transformers')
 
     report = Report(type(model).__name__, settings)
-    before = {name: vars(model)[name] for name in _PLACES if name in vars(model)}
-    door = FrontDoor(model, plain_forward(model, before.get("forward")), settings, report)
+    door = FrontDoor(model, plain_forward(model, vars(model).get("forward")), settings, report)
     handle = Handle(model, door, settings, report)
     placed = {
         "forward": _like_forward(door.make_forward(), model),
         "__getstate__": _PlainState(model),
         "_replicate_for_data_parallel": _PlainReplica(model),
     }
-    handle.before = before
     if _generates(model):
         from kernl.generate import make_generate, make_prepare_encoder
 
         placed |= {"generate": make_generate(model, handle), **make_prepare_encoder(model)}
     handle.placed = placed
+    handle.before = {name: vars(model)[name] for name in placed if name in vars(model)}
     vars(model).update(placed, kernl=handle)
     return model
 
@@ -226,6 +214,12 @@ def _like_forward(forward: Callable[..., Any], model: nn.Module) -> Callable[...
     return forward
 
 
+def state_by_class(module: nn.Module) -> Any:
+    """What Python saves of a module, if nothing on the instance says otherwise. Python 3.10 has no default for it."""
+    get_state = getattr(type(module), "__getstate__", None)
+    return vars(module).copy() if get_state is None else get_state(module)
+
+
 class _PlainState:
     """`model.__getstate__`: what Python saves of an optimised model is the plain one."""
 
@@ -235,8 +229,7 @@ class _PlainState:
     def __call__(self) -> Any:
         model = self._model()
         assert model is not None
-        get_state = getattr(type(model), "__getstate__", None)
-        state = get_state(model) if get_state is not None else vars(model).copy()
+        state = state_by_class(model)
         if isinstance(state, dict):
             state = dict(state)
             _remove_kernl(state, vars(model)["kernl"])

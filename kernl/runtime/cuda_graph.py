@@ -188,8 +188,11 @@ class CudaGraphRunner:
 
     def evict(self, device: CaptureDevice) -> None:
         """Drop the graphs of one device. A graph that a caller has kept falls back to calling this runner."""
+        self._drop_where(device, lambda graph: True)
+
+    def _drop_where(self, device: CaptureDevice, condition: Callable[[CapturedGraph], bool]) -> None:
         with self._lock:
-            graphs = self._oldest_first(device)
+            graphs = [graph for graph in self._oldest_first(device) if condition(graph)]
             for graph in graphs:
                 del self._graphs[graph.key]
         for graph in graphs:
@@ -234,6 +237,7 @@ class CudaGraphRunner:
         device = cuda_capture_device(place) if self._given_device is None else self._given_device
         if device.is_capturing():
             return self.run_plainly("the caller is capturing a graph itself", inputs)
+        self._drop_where(device, lambda graph: graph.is_useless)
         if not self._admits(key, device):
             return self.run_plainly(RARE, inputs)
         with self._lock:
@@ -253,12 +257,6 @@ class CudaGraphRunner:
 
     def _admits(self, key: tuple[object, ...], device: CaptureDevice) -> bool:
         """Whether there is a place for a graph of this key, or this key deserves that of another one."""
-        with self._lock:
-            useless = [graph for graph in self._oldest_first(device) if graph.is_useless]
-            for graph in useless:
-                del self._graphs[graph.key]
-        for graph in useless:
-            graph.drop()
         with self._lock:
             peers = self._oldest_first(device)
             return len(peers) < self._max_graphs or self._admission.admits(key, peers[0], peers)
