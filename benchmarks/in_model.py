@@ -3,7 +3,6 @@
     python benchmarks/in_model.py                                  BERT-base, the shapes of benchmarks/bert.py
     python benchmarks/in_model.py --shapes "1,384 32,512" --ops linear
     python benchmarks/in_model.py --all-tilings                    tilings of every row class, not only those on offer
-    python benchmarks/in_model.py --hopper                         the warp-specialised linear kernel too
     python benchmarks/in_model.py --write-table                    winners into the table shipped for this GPU
 
 For each shape the model is captured with the implementations that kernl chooses. Then, one class of problem after the
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib
 import json
 import statistics
@@ -135,12 +133,6 @@ def offer_every_tiling() -> None:
     ops.configs = configs
 
 
-def offer_hopper() -> None:
-    """Let linears take the warp-specialised kernel, which is not on offer otherwise."""
-    ops: Any = importlib.import_module("kernl.ops.linear")
-    ops.implementations = functools.partial(ops.implementations, hopper=True)
-
-
 def table_of(changes: dict[tuple[int, ...], dict[Problem, str]], results: Results, op: str) -> dict[str, Any]:
     """Entries for the shipped table: of each class of problem the name that won in most shapes."""
     votes: dict[str, Counter[str]] = {}
@@ -165,7 +157,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--margin", type=float, default=0.005, help="least gain that counts (default 0.005)")
     parser.add_argument("--calls", type=int, default=30, help="calls a timing (default 30)")
     parser.add_argument("--all-tilings", action="store_true", help="tilings of every row class for linears")
-    parser.add_argument("--hopper", action="store_true", help="the warp-specialised kernel too (sm_90 alone)")
     parser.add_argument("--write-table", action="store_true", help="winners into the table shipped for this GPU")
     add_common_arguments(parser)
     arguments = parser.parse_args(argv)
@@ -173,8 +164,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("needs a CUDA device: only there is anything to choose from")
     if arguments.all_tilings:
         offer_every_tiling()
-    if arguments.hopper:
-        offer_hopper()
     shapes = arguments.shapes[:2] if arguments.quick else arguments.shapes
     results = Results("in_model", out=arguments.out)
     with torch.inference_mode():

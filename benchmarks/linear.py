@@ -2,7 +2,6 @@
 
     python benchmarks/linear.py                                  # the shapes of BERT, T5 and a 4096-wide decoder
     python benchmarks/linear.py --shapes "16x768x3072:gelu 4096x768x768+768+768"
-    python benchmarks/linear.py --hopper --shapes 16384x768x3072:gelu   # with the warp-specialised kernel too
     python benchmarks/linear.py --tune --write-table             # fill kernl/runtime/tuned/<gpu>.json
 
 A shape is rows x K x N, with N written a+b+c for merged weights and an activation after a colon. Times are
@@ -154,7 +153,7 @@ def time_calls_us(calls: Sequence[Callable[[], Any]], replays: int) -> float:
     return statistics.median(samples)
 
 
-def measure(shape: Shape, dtype: torch.dtype, replays: int, *, hopper: bool) -> list[dict[str, Any]]:
+def measure(shape: Shape, dtype: torch.dtype, replays: int) -> list[dict[str, Any]]:
     """One row for each implementation: its time, and whether its result is right."""
     # With many rows the weights are a small part of what moves, and need not come from memory.
     sets = max(3, min(40 if shape.rows <= 1024 else 6, -(-_WEIGHT_SETS_BYTES // shape.weight_bytes)))
@@ -167,14 +166,14 @@ def measure(shape: Shape, dtype: torch.dtype, replays: int, *, hopper: bool) -> 
     ]
     default = default_implementation(first)
     rows: list[dict[str, Any]] = []
-    for name in ["torch", *implementations(first, hopper=hopper)]:
+    for name in ["torch", *implementations(first)]:
         row: dict[str, Any] = {"shape": str(shape), "way": name, "default": name == default}
         try:
             if name == "torch":
                 calls: list[Callable[[], Any]] = [lambda problem=problem: run_torch(problem) for problem in problems]
                 results = baseline
             else:
-                calls = [implementations(problem, hopper=hopper)[name] for problem in problems]
+                calls = [implementations(problem)[name] for problem in problems]
                 results = first.outputs
                 for output in results:
                     output.fill_(math.nan)
@@ -193,18 +192,18 @@ def measure(shape: Shape, dtype: torch.dtype, replays: int, *, hopper: bool) -> 
 def compile_one(task: tuple[Shape, torch.dtype, str]) -> None:
     """Run one implementation once in a process of its own: the compiled kernel lands in Triton's cache on disk."""
     shape, dtype, name = task
-    implementations(make_problems(shape, dtype, 1)[0], hopper=True)[name]()
+    implementations(make_problems(shape, dtype, 1)[0])[name]()
     torch.cuda.synchronize()
 
 
-def compile_all(shapes: Sequence[Shape], dtype: torch.dtype, workers: int, *, hopper: bool) -> None:
+def compile_all(shapes: Sequence[Shape], dtype: torch.dtype, workers: int) -> None:
     """Compile in parallel what `measure` will run. Failures show again, with their reason, when it is measured."""
     tasks: dict[tuple[Any, ...], tuple[Shape, torch.dtype, str]] = {}
     for shape in shapes:
         problem = make_problems(shape, dtype, 1)[0]
-        for name in implementations(problem, hopper=hopper):
+        for name in implementations(problem):
             # Persistent kernels are the same for all sizes; the others depend on K. None depends on the rows.
-            size = () if name.startswith(("persistent", "hopper")) else (shape.inner,)
+            size = () if name.startswith("persistent") else (shape.inner,)
             tasks[(name, size, len(shape.columns), shape.activation, shape.bias)] = (shape, dtype, name)
     context = multiprocessing.get_context("spawn")
     try:
@@ -241,7 +240,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=_SHAPES, help='"16x768x3072:gelu 128x768x768+768+768"')
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
-    parser.add_argument("--hopper", action="store_true", help="also run the warp-specialised kernel (sm_90 alone)")
     parser.add_argument("--tune", action="store_true", help="measure the grid of transformer shapes instead")
     parser.add_argument("--write-table", action="store_true", help="write the fastest ways to the shipped table")
     parser.add_argument(
@@ -266,7 +264,7 @@ def main() -> int:
     limit_s = arguments.limit_s or (_TUNE_SECONDS if arguments.tune else math.inf)
     results = Results("linear", out=arguments.out)
     if arguments.workers > 1:
-        compile_all(shapes, dtype, arguments.workers, hopper=arguments.hopper)
+        compile_all(shapes, dtype, arguments.workers)
         print(f"compiled in {time.perf_counter() - begin:.1f} s", flush=True)
     choices: dict[str, dict[str, Any]] = {}
     failed = False
@@ -275,7 +273,7 @@ def main() -> int:
             print(f"stopped before {shape} after {time.perf_counter() - begin:.0f} s")
             break
         try:
-            rows = measure(shape, dtype, arguments.replays, hopper=arguments.hopper)
+            rows = measure(shape, dtype, arguments.replays)
         except Exception as error:  # such as an illegal access, after which this process can do nothing more
             print(f"stopped at {shape}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
             failed = True

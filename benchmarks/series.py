@@ -48,7 +48,7 @@ STEPS: Mapping[str, Step] = {
     "tests": Step(_PYTEST + "tests/gpu", 600, _ONE_THREAD),
     "tests_of_ops": Step(_PYTEST + "tests/ops", 600, _ONE_THREAD),
     "sanitize": Step("make sanitize VENV=none PYTHON={python}", 300),
-    "linear": Step("{python} benchmarks/in_model.py --ops linear --hopper --all-tilings --out {out}", 200),
+    "linear": Step("{python} benchmarks/in_model.py --ops linear --all-tilings --out {out}", 200),
     "attention": Step("{python} benchmarks/in_model.py --ops attention --out {out}", 120),
     "bert": Step("{python} benchmarks/bert.py --out {out}", 400),
     "lowering": Step("{python} benchmarks/bert.py --peers kernl,kernl-inductor --out {out}", 240),

@@ -466,9 +466,10 @@ def kernl_attention_forward(
 # By the padded head dimension (the larger of the two): tilings, of which `default_configuration` takes the first that
 # suits the number of queries; those after it are for measurements to choose. Each compiles without spills on Triton 3.6
 # and 3.9 both, in the shared memory of the chips it is for. A cap on registers lets a multiprocessor hold two programs
-# of eight warps or three of four. Measured on an H200, plain loads are a little faster than the TMA at head_dim 64.
+# of eight warps or three of four. Measured on an H200, plain loads are a little faster than the TMA at head_dim 64, and
+# with many waves of programs tiles of 32 keys are, of which a multiprocessor holds five.
 _HOPPER = {
-    64: tilings("64 64 4 3", "32 64 4 2", "16 32 4 2", "64 64 4 3 tma 168", "64 128 4 2 tma"),
+    64: tilings("64 64 4 3", "32 64 4 2", "16 32 4 2", "64 64 4 3 tma 168", "64 128 4 2 tma", "64 32 4 3 tma"),
     128: tilings(
         "128 64 8 3 tma",
         "128 32 8 3",

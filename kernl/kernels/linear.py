@@ -468,6 +468,7 @@ _T16X16 = LinearConfig(16, 16, 256, 4, 4, k_groups=4)
 _T16X32 = LinearConfig(16, 32, 256, 4, 4, k_groups=4)
 _T64X32 = LinearConfig(64, 32, 128, 4, 4)
 _T64X64 = LinearConfig(64, 64, 128, 4, 4)
+_P64X64 = LinearConfig(64, 64, 128, 4, 5, persistent=True)
 _P64X128 = LinearConfig(64, 128, 64, 4, 4, persistent=True, programs_per_sm=2)
 _P128X128 = LinearConfig(128, 128, 64, 4, 3, persistent=True, programs_per_sm=2)
 _P128X128_ALONE = LinearConfig(128, 128, 64, 8, 5, persistent=True, store_n=128)
@@ -477,9 +478,9 @@ _HOPPER = {
     32: (_T16X32, _T64X32),
     64: (_T64X32, replace(_T64X32, split_k=4)),
     128: (_T64X32, _T64X64, replace(_T64X64, split_k=2)),
-    256: (_T64X32, _T64X64, _P64X128),
-    512: (_T64X32, _T64X64, _P64X128),
-    2048: (_P64X128, _P128X128, _P128X128_ALONE),
+    256: (_T64X32, _T64X64, _P64X64, _P64X128),
+    512: (_T64X32, _T64X64, _P64X64, _P64X128),
+    2048: (_P64X64, _P64X128, _P128X128, _P128X128_ALONE),
     _ANY: (_P128X128, _P128X256),
 }
 # Ampere and Ada, and operands a tensor descriptor cannot describe.

@@ -38,7 +38,6 @@ from kernl.kernels.linear import (
     launch_persistent,
     launch_tiles,
 )
-from kernl.kernels.linear_hopper import HOPPER_CONFIGS, HopperConfig, launch_hopper
 from kernl.ops.common import (
     Ahead,
     cast,
@@ -56,9 +55,6 @@ from kernl.runtime.capture_order import graphs_take_turns
 from kernl.runtime.tuning import Candidate, choose, known_choice
 
 Implementation = Callable[[], object]
-
-OFFER_HOPPER = False
-"""Whether the warp-specialised kernel (kernels/linear_hopper.py) is among the implementations. Not before measured."""
 
 
 def linear(
@@ -281,15 +277,6 @@ def _run_config(problem: _Problem, config: LinearConfig) -> None:
     launch_tiles(config, *operands, gated=problem.gated, allow_tf32=_tf32_allowed(), counters=counters, use_pdl=pdl)
 
 
-def _run_hopper(problem: _Problem, config: HopperConfig) -> None:
-    if problem.gated:
-        _run_in_two_steps(problem, lambda products: _run_hopper(products, config))
-        return
-    operands = (problem.input, problem.weights, problem.biases, problem.outputs, problem.activation)
-    sm_count = capability_of(problem.input.device).sm_count or 132
-    launch_hopper(config, *operands, sm_count=sm_count, use_pdl=use_pdl(problem.input))
-
-
 def _run_cublas(problem: _Problem) -> None:
     if problem.gated:
         _run_in_two_steps(problem, _run_cublas)
@@ -330,35 +317,20 @@ def _offered_configs(problem: _Problem) -> tuple[LinearConfig, ...]:
     return configs(problem.arch, problem.rows, input.dtype, tma=tma)
 
 
-def _hopper_configs(problem: _Problem) -> tuple[HopperConfig, ...]:
-    input = problem.input
-    if not input.is_cuda or problem.arch != 90 or input.element_size() != 2 or problem.rows <= 512:
-        return ()
-    if len(problem.weights) > MAX_MERGED or not fits_descriptors(input, problem.weights):
-        return ()
-    return HOPPER_CONFIGS
-
-
 def _may_alternate(problem: _Problem) -> bool:
     """Whether one kernel can take its columns from the two weights of a gated layer in turn."""
     (gate, up), (gate_bias, up_bias) = problem.weights, problem.biases
     return gate.stride() == up.stride() and (gate_bias is None) == (up_bias is None)
 
 
-def implementations(problem: _Problem, *, hopper: bool = OFFER_HOPPER) -> dict[str, Implementation]:
-    """Every way to run this problem, by name: "cublas", perhaps "cublaslt", and the Triton configurations.
-
-    hopper: those of the warp-specialised kernel too.
-    """
+def implementations(problem: _Problem) -> dict[str, Implementation]:
+    """Every way to run this problem, by name: "cublas", perhaps "cublaslt", and the Triton configurations."""
     ways: dict[str, Implementation] = {"cublas": lambda: _run_cublas(problem)}
     single_with_bias = len(problem.weights) == 1 and problem.biases[0] is not None
     if single_with_bias and problem.activation in ("relu", "gelu_tanh") and problem.input.is_cuda:
         ways["cublaslt"] = lambda: _run_cublaslt(problem)
     for config in _offered_configs(problem):
         ways[config.name] = lambda config=config: _run_config(problem, config)  # type: ignore[misc]
-    if hopper:
-        for specialised in _hopper_configs(problem):
-            ways[specialised.name] = lambda config=specialised: _run_hopper(problem, config)  # type: ignore[misc]
     return ways
 
 
@@ -402,6 +374,7 @@ _HOPPER_COSTS = {
     "tiles_64x32x128_w4_s4_split4": _Cost(3.90, 0.0, 0.0, 0.151, 5.01),
     "tiles_64x64x128_w4_s4": _Cost(0.30, 1.47, 1.90, 0.037, 0.46),
     "tiles_64x64x128_w4_s4_split2": _Cost(0.98, 2.70, 1.17, 0.067, 0.61),
+    "persistent_64x64x128_w4_s5": _Cost(2.06, 0.77, 1.65, 0.011, 0.10),
     "persistent_64x128x64_w4_s4_2per_sm": _Cost(1.53, 1.39, 3.95, 0.021, 0.41),
     "persistent_128x128x64_w4_s3_2per_sm": _Cost(2.79, 0.06, 6.92, 0.034, 0.35),
     "persistent_128x128x64_w8_s5_store128": _Cost(2.41, 0.99, 4.81, 0.003, 0.25),
@@ -605,7 +578,7 @@ def _compilation_key(problem: _Problem, name: str) -> Hashable | None:
     aligned = tuple(weight.data_ptr() % 16 == 0 for weight in problem.weights)
     if problem.gated:
         aligned += (gap_in_elements(problem.weights) % 16 == 0,)
-    inner = problem.input.shape[1] % 16 == 0 if name.startswith(("persistent", "hopper")) else problem.input.shape[1]
+    inner = problem.input.shape[1] % 16 == 0 if name.startswith("persistent") else problem.input.shape[1]
     return name, dtype, activation, has_bias, inner, sizes, aligned, _tf32_allowed() and dtype == torch.float32
 
 

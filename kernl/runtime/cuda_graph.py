@@ -431,14 +431,17 @@ class CapturedGraph:
             return self._runner.run_plainly("the caller is capturing a graph itself", inputs)
         if self._checks_gradients and torch.is_grad_enabled() and needs_gradient(inputs):
             return self._runner.run_plainly("gradients are needed", inputs)
-        if self._exclusive and self._shares_written_memory(inputs):
-            return self._runner.run_plainly("an input that is written shares memory with another input", inputs)
         with self._lock:
             is_alive = self._captured is not None
-            if is_alive and self.fixed_in_place(inputs):
+            in_place = is_alive and self.fixed_in_place(inputs)
+            # Asked when all parameters are in place: the memory of one that moved may be that of an input by now.
+            shares = in_place and bool(self._exclusive) and self._shares_written_memory(inputs)
+            if in_place and not shares:
                 if self._freed:
                     self._watch(inputs)
                 return self._launch(inputs)
+        if shares:
+            return self._runner.run_plainly("an input that is written shares memory with another input", inputs)
         if is_alive:
             return self._runner._moved(self, inputs)
         successor = self._runner._graphs.get(self.key)

@@ -24,7 +24,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 import kernl.kernels
 from kernl.kernels.common import INTERPRET, AotCase
@@ -91,8 +90,7 @@ def source_of(case: AotCase) -> ASTSource:
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     constexprs = {name: value for name, value in case.constexprs.items() if signature[name] == "constexpr"}
-    source = GluonASTSource if case.kernel.is_gluon() else ASTSource
-    return source(case.kernel, signature, constexprs, attributes)
+    return ASTSource(case.kernel, signature, constexprs, attributes)
 
 
 def compile_case(case: AotCase, arch: int) -> dict[str, object]:

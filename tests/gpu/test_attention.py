@@ -265,6 +265,9 @@ def test_every_backward_implementation_on_offer(
     scoring = scoring_of_op(*op_arguments(head_dim, **options))
     request = Request(query, key, value, scoring, output, logsumexp, grad, None, bias is not None, False)
     runs, _, _ = backward_implementations(request)
+    if head_dim == 256 and (mask_kind is not None or "window" in options):
+        assert list(runs) == ["pytorch"]  # no tiling fits beside heads that wide
+        return
     assert len(runs) > 1, "kernels are on offer"
     failures = []
     for name, run in runs.items():

@@ -34,6 +34,8 @@ def large(family: str, dtype: torch.dtype) -> Any:
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     else:
         model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    # Some tokens stand out, as a trained model's do: of random rows of one size the two best logits are too near.
+    model.lm_head.weight.data *= torch.randn(model.lm_head.weight.shape[0], 1).exp()
     return model.eval().to("cuda", dtype)
 
 
@@ -62,7 +64,7 @@ def logits_of(model: Any, inputs: dict[str, torch.Tensor], tokens: torch.Tensor,
 @pytest.mark.parametrize("family", ["t5", "llama"])
 def test_best_tokens_within_the_budget(family: str, batch: int, dtype: torch.dtype) -> None:
     model, exact = large(family, dtype), large(family, dtype).float()
-    new = 40
+    new, clear = 40, 0
     for seed in range(2):
         inputs = on_gpu(prompt(family, batch, 60, seed))
         tokens = kernl.generate(model, **inputs, max_new_tokens=new, **ENDLESS)
@@ -74,7 +76,9 @@ def test_best_tokens_within_the_budget(family: str, batch: int, dtype: torch.dty
             want = model.generate(**inputs, max_new_tokens=new, **ENDLESS)
         best = plain.topk(2, dim=-1).values
         is_clear = (best[..., 0] - best[..., 1] > budget).long().cumprod(-1).bool()  # all tokens up to here
-        assert torch.equal(want[:, -new:][is_clear], tokens[:, -new:][is_clear]) and is_clear[:, 0].any()
+        assert torch.equal(want[:, -new:][is_clear], tokens[:, -new:][is_clear])
+        clear += int(is_clear.sum())
+    assert clear > 0
     assert captured(model) == 2 and loop_of(model).report.generation.fast == 2
 
 

@@ -380,6 +380,22 @@ def test_an_input_that_shares_memory_with_a_cache_runs_plainly() -> None:
     assert device.replays == 0
 
 
+def test_an_input_may_lie_where_a_parameter_was() -> None:
+    def write(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * weight
+
+    runner, device = make(write, fixed_inputs=[0])
+    weight = torch.nn.Parameter(torch.full((2,), 3.0), requires_grad=False)
+    for _ in range(2):
+        assert runner(weight, torch.ones(2)).tolist() == [6, 6]
+    left = weight.data
+    weight.data = torch.full((2,), 5.0)
+    assert runner(weight, left).tolist() == [20, 20]
+    assert runner(weight, torch.ones(2)).tolist() == [10, 10]
+    assert not runner.skips and device.captures == 2
+
+
 @pytest.mark.parametrize("by_address", [False, True])
 def test_memory_that_is_written_and_reached_twice_runs_plainly(by_address: bool) -> None:
     def write_then_read(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
