@@ -42,7 +42,8 @@ class Step:
 
 _ONE_THREAD = (("OMP_NUM_THREADS", "1"), ("KERNL_TUNING", "off"))
 # Tests in several processes where pytest-xdist is installed: they wait for compilers more than for the GPU.
-_PYTEST = "{python} -m pytest -q -rfE --tb=short {workers} "
+# Verbose, so that the log has the name of each test that failed also when the time was not enough for a summary.
+_PYTEST = "{python} -m pytest -v -rfE --tb=short {workers} "
 
 STEPS: Mapping[str, Step] = {
     "tests": Step(_PYTEST + "tests/gpu", 600, _ONE_THREAD),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
@@ -45,7 +46,7 @@ from kernl.ops.attention_common import (
 from kernl.ops.common import Ahead, cast, define_op, empty, on_device_of, use_pdl
 from kernl.ops.relative_position import RelativePositionBias
 from kernl.runtime.capability import capability_of
-from kernl.runtime.tuning import Candidate, choose
+from kernl.runtime.tuning import Candidate, choose, known_choice
 
 __all__ = ["attention", "attention_op", "implementations", "reference_attention"]
 
@@ -264,15 +265,12 @@ def implementations(
         name = decode.name
     elif capability.arch == 90 and "cudnn" in runs and batch * heads * seqlen_q * seqlen_k >= _SCORES_FOR_CUDNN:
         name = "cudnn"
-    # Sizes go by powers of two, so that most new shapes belong to a class that is known already.
     problem = (
         str(query.dtype).removeprefix("torch."),
         precision,
         block_of(head_dim),
         block_of(value_dim),
-        triton.next_power_of_2(batch * heads),
-        max(16, triton.next_power_of_2(seqlen_q)),
-        max(16, triton.next_power_of_2(seqlen_k)),
+        *_size_class(batch * heads, seqlen_q, seqlen_k),
         scoring.is_causal,
         scoring.kind_of_mask,
         _mask_alignment(query, key, scoring),
@@ -282,6 +280,16 @@ def implementations(
     if decode is not None:
         problem = (*problem, "decode", heads // key.shape[1] * seqlen_q)
     return runs, problem if scoring.is_plain else (*problem, *scoring.kinds_besides_masks), name
+
+
+_SIZES = slice(4, 7)
+"""Where `_size_class` stands in a class of problems."""
+
+
+def _size_class(batch_heads: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:
+    """Sizes go by powers of two, so that most new shapes belong to a class that is known already."""
+    lengths = (max(16, triton.next_power_of_2(seqlen)) for seqlen in (seqlen_q, seqlen_k))
+    return triton.next_power_of_2(batch_heads), *lengths
 
 
 def _torch_on_gpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> dict[str, Run]:
@@ -324,7 +332,7 @@ def _torch_on_gpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 def _kernels_ahead(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *scoring_arguments: Any
 ) -> Iterator[Ahead]:
-    """The default tilings of all batches and sequence lengths, for masks like these.
+    """The tilings chosen by default or known to be faster, of all batches and sequence lengths, for masks like these.
 
     A mask with a row per query is taken with aligned rows; the padding of short sequences is read in another way than
     that of long ones, which is another compilation.
@@ -393,19 +401,27 @@ def _kernels_ahead(
             implementations(*problem(seqlen))[0][tiling.name]()
 
     small_query, small_key, small_value, small = problem(64)
-    tilings = _tilings(small_query, small_key, small_value, small)
+    tilings = {tiling.name: tiling for tiling in _tilings(small_query, small_key, small_value, small)}
+    runs, small_class, _ = implementations(small_query, small_key, small_value, small)
     sm_count = capability_of(query.device).sm_count
-    defaults = dict.fromkeys(
-        default_configuration(tilings, sm_count, heads << batch_bits, 1 << length_bits)
-        for batch_bits in range(0, 9, 2)
-        for length_bits in range(13)
-    )
+    wanted: dict[Configuration, None] = {}
+    for batch_heads, seqlen in itertools.product(
+        (heads << bits for bits in range(9)), (1 << bits for bits in range(13))
+    ):
+        default = default_configuration(list(tilings.values()), sm_count, batch_heads, seqlen)
+        of_this_size = (
+            *small_class[: _SIZES.start],
+            *_size_class(batch_heads, seqlen, seqlen),
+            *small_class[_SIZES.stop :],
+        )
+        known = known_choice("attention", of_this_size, list(runs))
+        wanted[default if known is None else tilings.get(known, default)] = None
     kinds = tuple(None if tensor is None else tensor.dtype for tensor in (query, value, *masks, key_padding))
     sixteens = tuple(tensor.stride(2) % 16 == 0 for tensor in (small_query, small_key, small_value))
     sizes = (head_dim, value.shape[3], heads // key.shape[1], sixteens, per_query, float32_precision())
     in_memory = positions.q_offset.dtype if isinstance(positions.q_offset, torch.Tensor) else None
     others = (scoring.kinds_besides_masks, scoring.hidden_rows, positions.can_hide_a_row, in_memory, scoring.mask_hides)
-    for tiling in defaults:
+    for tiling in wanted:
         short, long = 16, 2 * tiling.block_n + 16
         for seqlen in (short, long) if key_padding is not None and key_padding.dtype == torch.bool else (short,):
             yield (tiling, kinds, sizes, others, seqlen == long), functools.partial(launch, tiling, seqlen)

@@ -5,6 +5,7 @@ The tests of tests/ops/test_attention.py run on the GPU as well when there is on
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernl.ops.attention import attention, implementations, reference_attention
 from kernl.ops.attention_backward import Request, backward_implementations
 from kernl.ops.attention_common import op_arguments, scoring_of_op
+from kernl.ops.common import ahead_of
 from kernl.testing import assert_within_budget, poisoned
 from tests.conftest import KernelRun
 
@@ -187,6 +189,22 @@ def test_offsets_beyond_32_bits() -> None:
     expected = F.scaled_dot_product_attention(query[:, -1:].float(), key[:, -1:].float(), key[:, -1:].float())
     torch.testing.assert_close(output.float(), expected, rtol=2e-3, atol=2e-3)
     assert torch.equal(attention(query, key, key)[:, 0], torch.zeros_like(query[:, 0]))
+
+
+def test_what_is_known_to_be_faster_is_compiled_ahead(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    op_module = importlib.import_module("kernl.ops.attention")
+    query, key, value = draw(rng, (2, 4, 4, 100, 100, 64), torch.float16)
+    arguments = op_arguments(64, key_padding=padding(rng, 2, 100))
+    runs, _, default = implementations(query, key, value, scoring_of_op(*arguments))
+    faster = next(name for name in reversed(runs) if name.startswith("m64n") and name != default)
+
+    def compiled_ahead() -> set[str]:
+        pairs = ahead_of(torch.ops.kernl.attention, (query, key, value, *arguments))
+        return {tiling.name for (tiling, *_), _ in pairs}
+
+    assert default in compiled_ahead() and faster not in compiled_ahead()
+    monkeypatch.setattr(op_module, "known_choice", lambda op, problem, names: faster if 512 in problem else None)
+    assert {default, faster} <= compiled_ahead()
 
 
 def test_wide_row_stride() -> None:
