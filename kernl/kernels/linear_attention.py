@@ -72,6 +72,7 @@ from kernl.kernels.common import (
     _INTERPRET,
     TRITON_TYPES,
     AotCase,
+    add_product,
     block_of,
     count_launch,
     let_next_kernel_start,
@@ -202,20 +203,6 @@ def scaled_tile(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def add_product(state, a, b, INPUT_PRECISION: tl.constexpr):
-    """state + a b, float32.
-
-    A float32 product in full precision is summed up on its own before it is added: one running sum over all positions
-    rounds each term to the digits of the whole state. (Subtracting the negative keeps the compiler from letting the
-    product start from the state.)
-    """
-    if a.dtype == tl.float32 and INPUT_PRECISION == "ieee":
-        return state - tl.dot(-a, b, input_precision=INPUT_PRECISION)
-    else:
-        return tl.dot(a, b, state, input_precision=INPUT_PRECISION)
-
-
-@triton.jit
 def sum_of_products(
     a,  # [ROWS, K]
     factor_a,  # scalar or [ROWS, 1], as factor_c; both are 1 but for float16
@@ -324,10 +311,12 @@ def state_before(
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    INITIAL_LAST: tl.constexpr,
 ):
-    """The partial states [first, end), in this order, plus the initial state: [BLOCK_M, BLOCK_E] and [BLOCK_E].
+    """The partial states [first, end), in this order, and the initial state: [BLOCK_M, BLOCK_E] and [BLOCK_E].
 
-    The initial state comes last: it may be much larger, and each term added to it is rounded to its digits.
+    INITIAL_LAST: it is added to their sum, not the other way round. It may be much larger, and each term added to it is
+    rounded to its digits. No help where positions will be added one after the other, and it takes registers.
     """
     e = first_e + tl.arange(0, BLOCK_E)
     m = first_m + tl.arange(0, BLOCK_M)
@@ -338,16 +327,22 @@ def state_before(
     batch_heads64 = tl.cast(batch_heads, tl.int64)
     state = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     key_sum = tl.zeros([BLOCK_E], tl.float32)
+    if not INITIAL_LAST:
+        if initial_state is not None:
+            state += tl.load(initial_state + batch_head64 * (KEY_DIM * VALUE_DIM) + places, mask=valid, other=0.0)
+        if NORMALIZE and initial_key_sum is not None:
+            key_sum += tl.load(initial_key_sum + batch_head64 * KEY_DIM + e, mask=valid_e, other=0.0)
     if states is not None:
         for segment in tl.range(first, end, num_stages=2):
             place = tl.cast(segment, tl.int64) * batch_heads64 + batch_head64
             state += tl.load(states + place * (KEY_DIM * VALUE_DIM) + places, mask=valid, other=0.0)
             if NORMALIZE:
                 key_sum += tl.load(key_sums + place * KEY_DIM + e, mask=valid_e, other=0.0)
-    if initial_state is not None:
-        state += tl.load(initial_state + batch_head64 * (KEY_DIM * VALUE_DIM) + places, mask=valid, other=0.0)
-    if NORMALIZE and initial_key_sum is not None:
-        key_sum += tl.load(initial_key_sum + batch_head64 * KEY_DIM + e, mask=valid_e, other=0.0)
+    if INITIAL_LAST:
+        if initial_state is not None:
+            state += tl.load(initial_state + batch_head64 * (KEY_DIM * VALUE_DIM) + places, mask=valid, other=0.0)
+        if NORMALIZE and initial_key_sum is not None:
+            key_sum += tl.load(initial_key_sum + batch_head64 * KEY_DIM + e, mask=valid_e, other=0.0)
     return state, key_sum
 
 
@@ -580,6 +575,7 @@ def kernl_linear_attention_forward(
         BLOCK_E,
         BLOCK_M,
         NORMALIZE,
+        not IS_CAUSAL,
     )
     denominator_end = tl.where(first_m == 0, length_q, 0)  # one of the programs of a head stores it
     offsets = tl.arange(0, CHUNK)

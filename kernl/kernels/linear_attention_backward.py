@@ -40,6 +40,7 @@ import triton.language as tl
 
 from kernl.kernels.common import (
     AotCase,
+    add_product,
     block_of,
     count_launch,
     let_next_kernel_start,
@@ -51,7 +52,6 @@ from kernl.kernels.linear_attention import (
     Shape,
     Tiling,
     _common_case,
-    add_product,
     as_operand,
     default_plan,
     feature,
@@ -168,6 +168,7 @@ def kernl_linear_attention_backward_query(
         BLOCK_E,
         BLOCK_M,
         NORMALIZE,
+        not IS_CAUSAL,
     )  # [BLOCK_M, BLOCK_E], [BLOCK_E]
     delta_end = tl.where(first_e == 0, length_q, 0)  # one of the programs of a head stores it
     offsets = tl.arange(0, CHUNK)
@@ -388,6 +389,7 @@ def kernl_linear_attention_backward_key_value(
         BLOCK_E,
         BLOCK_M,
         NORMALIZE,
+        not IS_CAUSAL,
     )  # [BLOCK_M, BLOCK_E], [BLOCK_E]
     offsets = tl.arange(0, CHUNK)
     above = offsets[:, None] <= offsets[None, :]  # [CHUNK, CHUNK] keys, queries
