@@ -38,7 +38,7 @@ endif
 
 help:
 	@echo "make demo      a real BERT answers questions over real text, plain and optimised, side by side"
-	@echo "make test      all tests that need no GPU, on the oldest and the newest triton and transformers"
+	@echo "make test      all tests that need no GPU, divided between the oldest and the newest triton and transformers"
 	@echo "make test-gpu  the tests that need a GPU          (VENV=none: with the torch that is installed)"
 	@echo "make sanitize  one small launch of every kernel under NVIDIA's compute-sanitizer"
 	@echo "make bench     BERT against its peers on a GPU     (VENV=none, ARGS=\"--quick\")"
@@ -103,7 +103,7 @@ clean:
 define new_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "kernl needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) -V). Choose one: make PYTHON=python3.12 ..."; exit 1; }
-	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1) || \
+	@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1) || \
 		{ echo "could not create $(1); on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@echo "installing the pinned versions of $(2) into $(1) (once)"
 	@$(1)/bin/python $(PIP_INSTALL) -r requirements/$(2).txt

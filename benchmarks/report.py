@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,41 @@ def targets_met(run: Run, model: str) -> str:
     return f" Targets met: {sum(row['met'] for row in rows)} of {len(rows)}." if rows else ""
 
 
+_MEMORY_OF_EAGER = 1.2
+_NEW_SHAPE_SECONDS = 0.3
+
+
+def limits_held(run: Run, model: str) -> str:
+    """Two sentences on what else is aimed at: memory, and the time until a new shape runs. The first shape compiles."""
+    rows, shapes = rows_of(run, model)
+
+    def memory(shape: tuple[int, ...]) -> bool:
+        ours, eager, graphs = (rows[shape, peer]["reserved_mb"] for peer in ("kernl", "eager", "reduce-overhead"))
+        return bool(ours <= _MEMORY_OF_EAGER * eager and ours < graphs)
+
+    def sentence(what: str, among: list[tuple[int, ...]], holds: Callable[[tuple[int, ...]], bool]) -> str:
+        missed = [shape for shape in among if not holds(shape)]
+        but = f", not {' and '.join(f'({_shape(shape)})' for shape in missed)}" if missed else ""
+        return f"{what}: {len(among) - len(missed)} of {len(among)} shapes{but}."
+
+    def has(shape: tuple[int, ...], figure: str, *peers: str) -> bool:
+        return all(rows.get((shape, peer), {}).get(figure) is not None for peer in peers)
+
+    comparable = [shape for shape in shapes if has(shape, "reserved_mb", "kernl", "eager", "reduce-overhead")]
+    new = [shape for shape in shapes[1:] if has(shape, "first_s", "kernl")]
+    if model != "base" or not comparable or not new:
+        return ""
+    return (
+        sentence(f"Memory at most {_MEMORY_OF_EAGER} times eager's and below reduce-overhead's", comparable, memory)
+        + " "
+        + sentence(
+            f"A new shape runs within {_NEW_SHAPE_SECONDS} s",
+            new,
+            lambda shape: bool(rows[shape, "kernl"]["first_s"] <= _NEW_SHAPE_SECONDS),
+        )
+    )
+
+
 def _runs(run: Run) -> str:
     return "" if run["runs"] == 1 else f", rows of {run['runs']} runs, one after the other"
 
@@ -160,7 +196,8 @@ def section(runs: list[Run]) -> str:
             f"{stamp['gpu']}: torch {stamp['torch']}, triton {stamp['triton']}, transformers {stamp['transformers']}, "
             f"commit {stamp['commit']}, {stamp['date'][:10]}{_runs(run)}.{targets_met(run, model)}\n\n"
             f"{bert_table(run, model)}\n\n"
-            "What else a call costs. kernl compiles at the first shape, Inductor at each.\n\n"
+            "What else a call costs. kernl compiles at the first shape, Inductor at each. "
+            f"{limits_held(run, model)}\n\n"
             f"{cost_table(run, model)}\n"
         )
     return "\n".join(parts)

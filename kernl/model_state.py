@@ -101,7 +101,10 @@ class ModelState:
         self._floating = [tensor for tensor in self.tensors if tensor.is_floating_point()]
 
         self._training = model.training
-        self._flagged = [vars(module) for module in below if type(module) not in _BLIND_TO_TRAINING]
+        # What torch.compile wraps a module in has no flag of its own.
+        self._flagged = [
+            vars(module) for module in below if type(module) not in _BLIND_TO_TRAINING and "training" in vars(module)
+        ]
         self._training_then = list(map(_training, self._flagged))
 
         hooks: list[dict[int, Any]] = [

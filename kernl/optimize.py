@@ -113,11 +113,13 @@ def _remove_kernl(state: dict[str, Any], handle: Handle) -> None:
 def refuse_unfit(model: nn.Module) -> None:
     """Raise ValueError, with the reason, for models whose plain forward kernl could not stand in for."""
     name = type(model).__name__
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or getattr(model, "_compiled_call_impl", None):
-        raise ValueError(
-            f"the {name} is compiled already: optimise the model instead of the result of torch.compile (or use "
-            'torch.compile(model, backend="kernl"))'
-        )
+    for path, module in model.named_modules():
+        if _is_compiled(module):
+            what = f"its module {path!r}, a {type(module).__name__}," if path else "it"
+            raise ValueError(
+                f"the {name} cannot be optimised: {what} is compiled already. Give optimize_model the model without "
+                'torch.compile (or use torch.compile(model, backend="kernl"))'
+            )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
             f"the {name} is a TorchScript module, whose graph is fixed; optimise the model it was made from"
@@ -152,6 +154,15 @@ def refuse_unfit(model: nn.Module) -> None:
         )
     if "meta" in devices:
         raise ValueError(f"the {name} has no weights yet (they are on the meta device); load them first")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has been at work: it wraps the module, its call, or the forward that the user put on it."""
+    return (
+        isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
 
 
 def _why_quantised(model: nn.Module) -> str | None:

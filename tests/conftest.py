@@ -7,7 +7,8 @@ ask for the `kernels` fixture run kernels; all others see the plain CPU path.
 
 Kernels and model families have hundreds of cases, and two versions of Triton and transformers to run on: `--share 1/2`
 runs one half of the cases of each such test, `--share 2/2` the other. Files that say `pytestmark =
-pytest.mark.either_end`, and all of tests/graph, are dealt out test by test.
+pytest.mark.either_end`, and all of tests/graph, are dealt out test by test, but for tests marked `both_ends`. Cases
+marked `dealt_with(kind)` are dealt out kind by kind, so that each share has one of each kind at least.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _DTYPE_NAMES = {
     torch.float64: ("fp64", "float64", "double"),
 }
 _FILTERS = {
-    "op": "run only tests of these ops: the test's `op` parameter, or else its file test_<op>.py",
+    "op": "run only tests of these ops: the test's `op` parameter, or else its name test_<op> or file test_<op>.py",
     "family": "run only tests of these model families: the test's `family` parameter (bert, vit, ...)",
     "dtype": "run only tests of these types: the test's `dtype` parameter (fp16, bf16, fp32, fp64)",
     "shape": "run only tests of these shapes: the test's `shape` parameter, written 2x7x768",
@@ -72,14 +73,19 @@ def _not_in_share(items: list[pytest.Item], share: tuple[int, int]) -> set[pytes
     root = Path(__file__).parent
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("both_ends"):
+            continue
         if item.get_closest_marker("either_end") or root / "graph" in item.path.parents:
             groups[str(item.path)].append(item)
         elif hasattr(item, "callspec") and (
             item.get_closest_marker("many_cases") or {root / "ops", root / "aot"} & set(item.path.parents)
         ):
-            groups[item.nodeid.split("[")[0]].append(item)
+            kind = item.get_closest_marker("dealt_with")
+            groups[item.nodeid.split("[")[0] + (str(kind.args[0]) if kind else "")].append(item)
     left_out: set[pytest.Item] = set()
     for group in groups.values():
+        if len(group) < parts and any(item.get_closest_marker("dealt_with") for item in group):
+            continue  # too few for a case in each share: all of them run it
         shuffled = sorted(group, key=lambda item: (zlib.crc32(item.nodeid.encode()), item.nodeid))
         left_out.update(item for position, item in enumerate(shuffled) if position % parts != part - 1)
     return left_out
@@ -104,7 +110,8 @@ def _matches(item: pytest.Item, name: str, wanted: set[str]) -> bool:
             return True
         if name in callspec.params:
             return False
-    return name == "op" and item.path.stem.removeprefix("test_") in wanted
+    names = (item.path.stem, getattr(item, "originalname", None) or item.name)
+    return name == "op" and any(text.removeprefix("test_") in wanted for text in names)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -168,6 +168,16 @@ def test_submodule_replaced(served: tiny.Encoder) -> None:
     noticed(served, tiny.activations())
 
 
+def test_submodule_compiled() -> None:
+    """By the user, after optimising: torch.compile puts a module without a training flag of its own in its place."""
+    model = kernl.optimize_model(tiny.bert())
+    ids = torch.randint(0, 50, (2, 7))
+    assert not check(model, input_ids=ids) and check(model, input_ids=ids)
+    model.encoder = torch.compile(model.encoder, backend="eager")
+    for _ in range(3):
+        check(model, input_ids=ids)
+
+
 def test_submodule_removed_and_inserted(served: tiny.Encoder) -> None:
     del served.blocks[-1]
     noticed(served, tiny.activations())

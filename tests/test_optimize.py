@@ -444,6 +444,18 @@ def test_compiled_models_are_refused() -> None:
     model.compile()
     with pytest.raises(ValueError, match="compiled already"):
         kernl.optimize_model(model)
+    model = tiny.encoder()
+    model.forward = torch.compile(model.forward)
+    with pytest.raises(ValueError, match="compiled already"):
+        kernl.optimize_model(model)
+    model = tiny.bert()
+    model.encoder = torch.compile(model.encoder)
+    with pytest.raises(ValueError, match=r"module 'encoder', a OptimizedModule, is compiled already"):
+        kernl.optimize_model(model)
+    model = tiny.bert()
+    model.encoder.layer[1].compile()
+    with pytest.raises(ValueError, match=r"module 'encoder\.layer\.1', a BertLayer, is compiled already"):
+        kernl.optimize_model(model)
     with pytest.raises(ValueError, match="TorchScript"):
         kernl.optimize_model(torch.jit.trace(tiny.encoder(), tiny.activations()))
 

@@ -18,6 +18,13 @@ import pytest
 from tests.aot.compile_kernels import ARCHITECTURES, SHARED_MEMORY_LIMIT, cases
 
 CASES = [(arch, name) for arch in ARCHITECTURES for name, _ in cases(arch)]
+PARAMETERS = [
+    pytest.param(
+        arch, name, id=f"{name}-sm_{arch}", marks=pytest.mark.dealt_with(f"{case.kernel.__name__} on sm_{arch}")
+    )
+    for arch in ARCHITECTURES
+    for name, case in cases(arch)
+]
 
 
 @functools.cache
@@ -45,7 +52,7 @@ def _selected(request: pytest.FixtureRequest, arch: int) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize(("arch", "name"), CASES, ids=[f"{name}-sm_{arch}" for arch, name in CASES])
+@pytest.mark.parametrize(("arch", "name"), PARAMETERS)
 @pytest.mark.timeout(600)
 def test_kernel_compiles(request: pytest.FixtureRequest, arch: int, name: str) -> None:
     results, errors = _results(arch, _selected(request, arch))

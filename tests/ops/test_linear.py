@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import subprocess
 import sys
@@ -238,6 +239,8 @@ def test_linear(kernels: KernelRun, rng: torch.Generator, dtype: torch.dtype, sh
     bias = draw(rng, (columns,), dtype).to(kernels.device)
     check(kernl.ops.linear(input, weight, bias), input, weight, bias, "none")
     check(kernl.ops.linear(input, weight, None, "silu"), input, weight, None, "silu")
+    if kernels.device.type == "cpu" and (dtype != torch.float32 or math.prod(leading) <= 32):
+        assert kernels.launched("linear_tiles") + kernels.launched("linear_persistent") == 2
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -274,6 +277,8 @@ def test_inputs_and_weights_of_any_layout(kernels: KernelRun, rng: torch.Generat
         output = kernl.ops.linear(input, weight, bias, "relu")
         assert output.shape == (*input.shape[:-1], 40), name
         check(output, input, weight, bias, "relu")
+    if kernels.device.type == "cpu":
+        assert kernels.launched("linear_tiles") == len(inputs)
     input = inputs["row stride"]
     for layout in (weight.t().contiguous().t(), torch.cat([weight, weight], 1)[:, :64], weight[::2]):
         matching = bias[: layout.shape[0]]

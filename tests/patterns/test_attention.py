@@ -205,6 +205,7 @@ def test_batch_or_length_of_one(implementation: str) -> None:
     assert sum(compiled.matched) == 3 * LAYERS
 
 
+@pytest.mark.both_ends
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_half_precision_model(implementation: str, dtype: torch.dtype) -> None:
@@ -623,6 +624,7 @@ def _refused(function: Callable[..., Any], *inputs: Any) -> str:
     return reason
 
 
+@pytest.mark.both_ends
 @pytest.mark.parametrize("implementation", ["eager"])
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert", "albert", "vit"])
 def test_returned_weights(family: str, implementation: str) -> None:
@@ -736,6 +738,7 @@ def test_active_dropout() -> None:
     assert compiled.matched == (0, 0) and compiled.refused == {"attention dropout is active": 1}
 
 
+@pytest.mark.both_ends
 def test_scores_used_elsewhere() -> None:
     def function(query: Any, key: Any, value: Any) -> Any:
         scores = query @ key.mT
@@ -753,6 +756,7 @@ def test_products_that_are_no_attention() -> None:
     assert compiled.matched == (0, 0) and not compiled.refused
 
 
+@pytest.mark.both_ends
 def test_mask_written_in_place() -> None:
     def function(query: Any, key: Any, value: Any) -> Any:
         mask = torch.zeros(6, 6)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -405,6 +405,29 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_encoders_of_plain_modules(plan: Plan) -> None:
+    check_plan(plan)
+
+
+def test_a_random_encoder_of_plain_modules(rng: torch.Generator) -> None:
+    def one_of(values: Sequence[Any]) -> Any:
+        return values[int(torch.randint(len(values), (), generator=rng))]
+
+    check_plan(
+        Plan(
+            pre_norm=one_of([False, True]),
+            attention=one_of(["sdpa", "matmul"]),
+            dynamic=one_of([None, True]),
+            depth=one_of([1, 2, 3, 4]),
+            heads=one_of([1, 2, 3, 5]),
+            head_dim=one_of([8, 16, 24, 40]),
+            bias=one_of([False, True]),
+            activation=one_of(list(ACTIVATIONS)),
+            mask=one_of([None, "bool", "float"]),
+        )
+    )
+
+
+def check_plan(plan: Plan) -> None:
     torch.manual_seed(0)
     silence = torch.zeros(3, 11, dtype=torch.bool)
     silence[1, 7:] = True

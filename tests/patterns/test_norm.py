@@ -64,6 +64,7 @@ def test_the_sum_used_again_is_the_second_result(dynamic: bool | None) -> None:
     assert found.ops() == ["cos", "kernl::add_layer_norm", "getitem", "getitem", "exp", "add"]
 
 
+@pytest.mark.both_ends
 def test_in_place_residual() -> None:
     norm = nn.LayerNorm(HIDDEN)
 
