@@ -391,12 +391,16 @@ def test_grouped_queries_behind_a_static_cache(tokens: int) -> None:
         assert call["key_padding"] is not None and value_of(call["key"]).shape == (2, 2, 12, 8)
 
 
-def test_t5_is_rewritten_in_40_milliseconds_a_layer() -> None:
-    """Its 24 layers in under a second. Of processor time, the best of six: a busy machine slows some of them down."""
+def test_t5_is_rewritten_in_a_fraction_of_the_time_that_its_capture_takes() -> None:
+    """About a tenth (30 ms a layer) where this was written. Of processor time, the best of six: a busy machine slows
+    some of them down. Not in seconds: machines differ, and capturing the same model says by how much."""
     model = hf.T5EncoderModel(hf.T5Config(**{**T5, "num_layers": 8})).eval()
     seconds = []
+    in_backend = 0.0
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        nonlocal in_backend
+        entered = time.process_time()
         for _ in range(6):
             graph = torch.fx.Graph()
             graph.output(graph.graph_copy(gm.graph, {}))
@@ -406,9 +410,12 @@ def test_t5_is_rewritten_in_40_milliseconds_a_layer() -> None:
             report = rewrite(fresh, strict=True)
             seconds.append(time.process_time() - started)
             assert report.matched("attention") == 8
+        in_backend += time.process_time() - entered
         return gm.forward
 
     torch._dynamo.reset()
+    began = time.process_time()
     with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
         torch.compile(model, backend=backend, dynamic=True)(**FAMILIES["t5_encoder"].example(2, 7))
-    assert min(seconds) < 8 * 0.04, seconds
+    captured = time.process_time() - began - in_backend
+    assert min(seconds) < 0.25 * captured, (seconds, captured)
