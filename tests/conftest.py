@@ -110,7 +110,7 @@ def _matches(item: pytest.Item, name: str, wanted: set[str]) -> bool:
             return True
         if name in callspec.params:
             return False
-    names = (item.path.stem, getattr(item, "originalname", None) or item.name)
+    names = (item.path.stem, getattr(item, "originalname", None) or "")
     return name == "op" and any(text.removeprefix("test_") in wanted for text in names)
 
 

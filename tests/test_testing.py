@@ -155,13 +155,15 @@ def test_arguments_that_cannot_be_compared_are_refused() -> None:
         ("shape", "2x7", False),
         ("op", "attention", True),
         ("op", "norm", False),
+        ("op", "add_layer_norm", True),
         ("family", "bert", False),
     ],
 )
 def test_options_pick_tests_by_their_parameters(name: str, wanted: str, picked: bool) -> None:
     parameters = {"dtype": torch.float16, "shape": (2, 7, 768)}
     callspec = SimpleNamespace(params=parameters, id="torch.float16-shape0")
-    item: Any = SimpleNamespace(callspec=callspec, path=Path("tests/ops/test_attention.py"))
+    path = Path("tests/ops/test_attention.py")
+    item: Any = SimpleNamespace(callspec=callspec, path=path, originalname="test_add_layer_norm")
     assert _matches(item, name, {wanted}) == picked
 
 
