@@ -327,22 +327,18 @@ def state_before(
     batch_heads64 = tl.cast(batch_heads, tl.int64)
     state = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     key_sum = tl.zeros([BLOCK_E], tl.float32)
-    if not INITIAL_LAST:
-        if initial_state is not None:
-            state += tl.load(initial_state + batch_head64 * (KEY_DIM * VALUE_DIM) + places, mask=valid, other=0.0)
-        if NORMALIZE and initial_key_sum is not None:
-            key_sum += tl.load(initial_key_sum + batch_head64 * KEY_DIM + e, mask=valid_e, other=0.0)
-    if states is not None:
-        for segment in tl.range(first, end, num_stages=2):
-            place = tl.cast(segment, tl.int64) * batch_heads64 + batch_head64
-            state += tl.load(states + place * (KEY_DIM * VALUE_DIM) + places, mask=valid, other=0.0)
-            if NORMALIZE:
-                key_sum += tl.load(key_sums + place * KEY_DIM + e, mask=valid_e, other=0.0)
-    if INITIAL_LAST:
-        if initial_state is not None:
-            state += tl.load(initial_state + batch_head64 * (KEY_DIM * VALUE_DIM) + places, mask=valid, other=0.0)
-        if NORMALIZE and initial_key_sum is not None:
-            key_sum += tl.load(initial_key_sum + batch_head64 * KEY_DIM + e, mask=valid_e, other=0.0)
+    for part in tl.static_range(2):
+        if INITIAL_LAST == (part == 1):
+            if initial_state is not None:
+                state += tl.load(initial_state + batch_head64 * (KEY_DIM * VALUE_DIM) + places, mask=valid, other=0.0)
+            if NORMALIZE and initial_key_sum is not None:
+                key_sum += tl.load(initial_key_sum + batch_head64 * KEY_DIM + e, mask=valid_e, other=0.0)
+        elif states is not None:
+            for segment in tl.range(first, end, num_stages=2):
+                place = tl.cast(segment, tl.int64) * batch_heads64 + batch_head64
+                state += tl.load(states + place * (KEY_DIM * VALUE_DIM) + places, mask=valid, other=0.0)
+                if NORMALIZE:
+                    key_sum += tl.load(key_sums + place * KEY_DIM + e, mask=valid_e, other=0.0)
     return state, key_sum
 
 
