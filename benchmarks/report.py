@@ -133,7 +133,8 @@ _NEW_SHAPE_SECONDS = 0.3
 
 
 def limits_held(run: Run, model: str) -> str:
-    """Two sentences on what else is aimed at: memory, and the time until a new shape runs. The first shape compiles."""
+    """Two sentences on what else is aimed at, memory and the time until a new shape runs (the first one compiles); ""
+    for a model without targets."""
     rows, shapes = rows_of(run, model)
 
     def memory(shape: tuple[int, ...]) -> bool:
@@ -153,7 +154,8 @@ def limits_held(run: Run, model: str) -> str:
     if model != "base" or not comparable or not new:
         return ""
     return (
-        sentence(f"Memory at most {_MEMORY_OF_EAGER} times eager's and below reduce-overhead's", comparable, memory)
+        " "
+        + sentence(f"Memory at most {_MEMORY_OF_EAGER} times eager's and below reduce-overhead's", comparable, memory)
         + " "
         + sentence(
             f"A new shape runs within {_NEW_SHAPE_SECONDS} s",
@@ -196,7 +198,7 @@ def section(runs: list[Run]) -> str:
             f"{stamp['gpu']}: torch {stamp['torch']}, triton {stamp['triton']}, transformers {stamp['transformers']}, "
             f"commit {stamp['commit']}, {stamp['date'][:10]}{_runs(run)}.{targets_met(run, model)}\n\n"
             f"{bert_table(run, model)}\n\n"
-            "What else a call costs. kernl compiles at the first shape, Inductor at each. "
+            "What else a call costs. kernl compiles at the first shape, Inductor at each."
             f"{limits_held(run, model)}\n\n"
             f"{cost_table(run, model)}\n"
         )

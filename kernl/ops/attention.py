@@ -403,18 +403,18 @@ def _kernels_ahead(
     small_query, small_key, small_value, small = problem(64)
     tilings = {tiling.name: tiling for tiling in _tilings(small_query, small_key, small_value, small)}
     runs, small_class, _ = implementations(small_query, small_key, small_value, small)
-    sm_count = capability_of(query.device).sm_count
+    sm_count, offered, names = capability_of(query.device).sm_count, list(tilings.values()), list(runs)
     wanted: dict[Configuration, None] = {}
     for batch_heads, seqlen in itertools.product(
         (heads << bits for bits in range(9)), (1 << bits for bits in range(13))
     ):
-        default = default_configuration(list(tilings.values()), sm_count, batch_heads, seqlen)
+        default = default_configuration(offered, sm_count, batch_heads, seqlen)
         of_this_size = (
             *small_class[: _SIZES.start],
             *_size_class(batch_heads, seqlen, seqlen),
             *small_class[_SIZES.stop :],
         )
-        known = known_choice("attention", of_this_size, list(runs))
+        known = known_choice("attention", of_this_size, names)
         wanted[default if known is None else tilings.get(known, default)] = None
     kinds = tuple(None if tensor is None else tensor.dtype for tensor in (query, value, *masks, key_padding))
     sixteens = tuple(tensor.stride(2) % 16 == 0 for tensor in (small_query, small_key, small_value))

@@ -17,14 +17,7 @@ import pytest
 
 from tests.aot.compile_kernels import ARCHITECTURES, SHARED_MEMORY_LIMIT, cases
 
-CASES = [(arch, name) for arch in ARCHITECTURES for name, _ in cases(arch)]
-PARAMETERS = [
-    pytest.param(
-        arch, name, id=f"{name}-sm_{arch}", marks=pytest.mark.dealt_with(f"{case.kernel.__name__} on sm_{arch}")
-    )
-    for arch in ARCHITECTURES
-    for name, case in cases(arch)
-]
+CASES = [(arch, name, case.kernel.__name__) for arch in ARCHITECTURES for name, case in cases(arch)]
 
 
 @functools.cache
@@ -52,7 +45,13 @@ def _selected(request: pytest.FixtureRequest, arch: int) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize(("arch", "name"), PARAMETERS)
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        pytest.param(arch, name, id=f"{name}-sm_{arch}", marks=pytest.mark.dealt_with(f"{kernel} on sm_{arch}"))
+        for arch, name, kernel in CASES
+    ],
+)
 @pytest.mark.timeout(600)
 def test_kernel_compiles(request: pytest.FixtureRequest, arch: int, name: str) -> None:
     results, errors = _results(arch, _selected(request, arch))
@@ -68,5 +67,5 @@ def test_kernel_compiles(request: pytest.FixtureRequest, arch: int, name: str) -
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_case_names_are_unique(arch: int) -> None:
-    names = [name for case_arch, name in CASES if case_arch == arch]
+    names = [name for case_arch, name, _ in CASES if case_arch == arch]
     assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)

@@ -418,4 +418,4 @@ def test_t5_is_rewritten_in_a_fraction_of_the_time_that_its_capture_takes() -> N
     with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
         torch.compile(model, backend=backend, dynamic=True)(**FAMILIES["t5_encoder"].example(2, 7))
     captured = time.process_time() - began - in_backend
-    assert min(seconds) < 0.25 * captured, (seconds, captured)
+    assert min(seconds) < 0.2 * captured, (seconds, captured)
