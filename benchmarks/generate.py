@@ -9,7 +9,7 @@ gives the same number of tokens. Peers:
 
     eager         transformers' `generate` as it is: a cache that grows
     static        the same with `cache_implementation="static"`, which transformers compiles by itself on a GPU
-    kernl         kernl.optimize_model, transformers' loop
+    kernl         kernl.optimize_model, transformers' loop over kernl's steps
     kernl-fast    kernl.optimize_model(generate="fast"): the loop on the GPU
 
 `ms`: median over calls of the whole of `generate`, each between two CUDA events and waited for. `ms_per_token`: that
@@ -106,7 +106,7 @@ def which_loop(model: Any) -> dict[str, Any]:
     generation = model.kernl.report().generation.as_dict()
     graphs = generation["cuda_graphs"]
     return {
-        "loop": "kernl" if generation["fast"] else "transformers",
+        "loop": "kernl" if generation["fast"] else "kernl's steps" if generation["stepped"] else "transformers",
         "cuda_graphs": 0 if graphs is None else graphs["captured"],
     }
 

@@ -1,13 +1,16 @@
-"""The memory that generation runs in, and the two functions that run in it: prefill and one decoding step.
+"""The memory that generation runs in, and what runs in it: prefill and one decoding step.
 
 All state of a running generation is in tensors that never move: keys and values, tokens, lengths, masks, positions.
-`Program.prefill` and `Program.step` read and write nothing else, and need no answer from the device. So on a GPU each
-is one CUDA graph: model, choice of the token, and bookkeeping. The host only counts.
+A `Program` reads and writes nothing else, and needs no answer from the device. So on a GPU its prefill and its step are
+one CUDA graph each. The host only counts.
 
     step    mask the token to be read in as visible
             model's own `prepare_inputs_for_generation`, forward with the static cache
-            choose the next token (`kernl.token_choice`), padding for rows that are finished
-            write it down, advance lengths and positions, note rows that have just finished
+            advance positions
+
+    TokenProgram     chooses the next token too (`kernl.token_choice`), padding for rows that are finished, writes it
+                     down, and notes rows that have just finished: kernl's own loop
+    LogitsProgram    gives the logits away and is told the next token: transformers' loop (`kernl.transformers_loop`)
 
 **Capacity.** The cache has one of a few lengths: 64, 128, 192, 256, 384, 512, 768, ... . When it is full, generation
 moves to a larger one (`DecodingMemory.take_over`); sizes are symbols in the compiled model, so nothing is compiled
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -148,7 +152,8 @@ class DecodingMemory:
     tokens int64 [batch, capacity + 1]: prompt and new tokens. ignored int64 [batch]: leading ones no penalty counts.
     token int64 [batch, 1]: the one to read in next. length, prompt_length int64 [1].
     unfinished int64 [batch]: 1 until the row has ended. produced int64 [1]: new tokens until the last row ended.
-    arguments: by name, the model's tensors as they are at a decoding step. cache: what the model gets.
+    arguments: by name, the model's tensors as they are at a decoding step. cache: what the model gets. own_layers,
+    cross_layers: the cache's layers of keys and values of tokens and of the encoder's states.
     """
 
     def __init__(self, layout: Layout, config: Any, shapes: Sequence[LayerShape], cross: Sequence[LayerShape]) -> None:
@@ -167,16 +172,18 @@ class DecodingMemory:
                 argument.name: torch.zeros(_static_shape(argument, capacity), dtype=argument.dtype, device=device)
                 for argument in layout.arguments
             }
-            self._self_cache = cache_of(config, capacity, batch, shapes, device)
-            self.cache: Any = self._self_cache
-            self._layers = list(self._self_cache.layers)
+            own_cache = cache_of(config, capacity, batch, shapes, device)
+            self.cache: Any = own_cache
+            self.own_layers: list[Any] = list(own_cache.layers)
+            self.cross_layers: list[Any] = []
             self.encoder: Tensor | None = None
             if layout.encoder is not None:
                 encoder_shape, dtype = layout.encoder
                 self.encoder = torch.zeros(encoder_shape, dtype=dtype, device=device)
                 cross_cache = cache_of(config, encoder_shape[1], batch, cross, device)
-                self.cache = EncoderDecoderCache(self._self_cache, cross_cache)
-                self._layers += cross_cache.layers
+                self.cache = EncoderDecoderCache(own_cache, cross_cache)
+                self.cross_layers = list(cross_cache.layers)
+            self._layers = [*self.own_layers, *self.cross_layers]
         self.tensors: list[Tensor] = [
             self.tokens,
             self.ignored,
@@ -199,7 +206,7 @@ class DecodingMemory:
     def cross_is_filled(self, filled: bool) -> None:
         """Tell the model's Python code whether keys and values of the encoder's states are in the cache."""
         if isinstance(self.cache, EncoderDecoderCache):
-            self.cache.is_updated = dict.fromkeys(range(len(self._self_cache.layers)), filled)
+            self.cache.is_updated = dict.fromkeys(range(len(self.own_layers)), filled)
 
     def begin(
         self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None, ignored: Tensor | None
@@ -253,6 +260,15 @@ class DecodingMemory:
         if choice.eos is not None:
             self.unfinished.mul_((self.token != choice.eos).all(dim=1))
 
+    def reorder(self, order: Tensor) -> None:
+        """Let each row go on from another row's tokens. order: int64 [batch].
+
+        Only among rows of one prompt, as beam search does: the encoder's keys and values are the same for all of them.
+        """
+        for layer in self.own_layers:
+            layer.keys.copy_(layer.keys.index_select(0, order))
+            layer.values.copy_(layer.values.index_select(0, order))
+
     def take_over(self, smaller: DecodingMemory) -> None:
         """Go on where a smaller memory of the same kind has become full."""
         with torch.no_grad():
@@ -272,7 +288,7 @@ def _static_shape(argument: Argument, capacity: int) -> tuple[int, ...]:
 
 
 class Program:
-    """Prefill and step in one memory with one way to choose tokens, each behind a CUDA-graph runner.
+    """What runs in one memory, each function of it behind a CUDA-graph runner.
 
     forward: the model, called with what `prepare_inputs_for_generation` takes.
     weights: tensors that the graphs will read by address. make_runner: from a function, the number of its first inputs
@@ -282,39 +298,36 @@ class Program:
     def __init__(
         self,
         memory: DecodingMemory,
-        choice: TokenChoice,
         forward: Callable[..., Any],
         weights: Sequence[Tensor],
         make_runner: Callable[[Callable[..., Any], int, int], CudaGraphRunner] | None,
     ) -> None:
         self.memory = memory
-        self._choice = choice
+        self.runners: list[CudaGraphRunner] = []
         self._forward = forward
         self._fixed = [*memory.tensors, *weights]
-        self.runners: list[CudaGraphRunner] = []
-        self._run_prefill: Callable[..., Any] = self._prefill
-        self._run_step: Callable[..., Any] = self._step
-        if make_runner is not None:
-            fixed, written = len(self._fixed), len(memory.tensors)
-            self.runners = [make_runner(function, fixed, written) for function in (self._prefill, self._step)]
-            self._run_prefill, self._run_step = self.runners
-
-    def prefill(
-        self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None, ignored: Tensor | None
-    ) -> None:
-        """Begin with a prompt, int64 [batch, length], and choose the first new token."""
-        self._run_prefill(*self._fixed, prompt, encoder, ignored, *arguments)
-
-    def step(self) -> None:
-        """Read the last token in and choose the next one."""
-        self._run_step(*self._fixed)
+        self._make_runner = make_runner
 
     def release(self) -> None:
         for runner in self.runners:
             runner.release()
 
-    def _prefill(self, *inputs: Any) -> tuple[()]:
-        prompt, encoder, ignored, *arguments = inputs[len(self._fixed) :]
+    def _behind_runner(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which takes what comes after the memory's tensors and the weights."""
+
+        def run(*inputs: Any) -> Any:
+            return function(*inputs[len(self._fixed) :])
+
+        if self._make_runner is None:
+            return function
+        runner = self._make_runner(run, len(self._fixed), len(self.memory.tensors))
+        self.runners.append(runner)
+        return functools.partial(runner, *self._fixed)
+
+    def _read_prompt(
+        self, prompt: Tensor, encoder: Tensor | None, ignored: Tensor | None, *arguments: Tensor
+    ) -> Tensor:
+        """Begin with a prompt, int64 [batch, length]. Returns its last logits, float32 [batch, vocabulary]."""
         memory = self.memory
         # In here, as running and capturing call this twice: the model's code says by itself that it has filled them.
         memory.cross_is_filled(False)
@@ -323,23 +336,87 @@ class Program:
             argument.name: memory.arguments[argument.name] if argument.becomes == STAYS else _of_own_length(tensor)
             for argument, tensor in zip(memory.layout.arguments, arguments)
         }
-        self._choose(_of_own_length(prompt), given, is_first_iteration=True)
-        return ()
+        return self._logits(_of_own_length(prompt), given, is_first_iteration=True)
 
-    def _step(self, *inputs: Any) -> tuple[()]:
+    def _read_token(self) -> Tensor:
+        """Read the memory's token in. Returns the logits after it, float32 [batch, vocabulary]."""
         memory = self.memory
         memory.cross_is_filled(True)
         memory.show_token()
-        self._choose(memory.token, memory.arguments, next_sequence_length=1)
+        logits = self._logits(memory.token, memory.arguments, next_sequence_length=1)
         memory.advance_positions()
+        return logits
+
+    def _logits(self, tokens: Tensor, arguments: dict[str, Tensor], **how: Any) -> Tensor:
+        with _autocast_cache_off():
+            outputs = self._forward(tokens, **how, **model_arguments(self.memory, arguments))
+        logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        return logits
+
+
+class TokenProgram(Program):
+    """Prefill and step that choose the next token: kernl's own loop."""
+
+    def __init__(self, choice: TokenChoice, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._choice = choice
+        self._run_prefill = self._behind_runner(self._prefill)
+        self._run_step = self._behind_runner(self._step)
+
+    def prefill(
+        self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None, ignored: Tensor | None
+    ) -> None:
+        """Begin with a prompt, int64 [batch, length], and choose the first new token."""
+        self._run_prefill(prompt, encoder, ignored, *arguments)
+
+    def step(self) -> None:
+        """Read the last token in and choose the next one."""
+        self._run_step()
+
+    def _prefill(self, *inputs: Any) -> tuple[()]:
+        return self._choose(self._read_prompt(*inputs))
+
+    def _step(self) -> tuple[()]:
+        return self._choose(self._read_token())
+
+    def _choose(self, logits: Tensor) -> tuple[()]:
+        self.memory.write_token(self._choice(self.memory, logits), self._choice)
         return ()
 
-    def _choose(self, tokens: Tensor, arguments: dict[str, Tensor], **how: Any) -> None:
-        memory = self.memory
-        with _autocast_cache_off():
-            outputs = self._forward(tokens, **how, **model_arguments(memory, arguments))
-        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
-        memory.write_token(self._choice(memory, logits), self._choice)
+
+class LogitsProgram(Program):
+    """Prefill and step that give the logits away and are told the next token: transformers' loop."""
+
+    def __init__(self, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._run_prefill = self._behind_runner(self._prefill)
+        self._run_step = self._behind_runner(self._step)
+
+    def prefill(self, prompt: Tensor, arguments: Sequence[Tensor], encoder: Tensor | None) -> Tensor:
+        """Begin with a prompt, int64 [batch, length]. Returns its last logits, float32 [batch, vocabulary]."""
+        (logits,) = self._run_prefill(prompt, encoder, *arguments)
+        return logits
+
+    def step(self, token: Tensor, order: Tensor | None) -> Tensor:
+        """Read a token in, int64 [batch, 1]. Returns the logits after it, float32 [batch, vocabulary].
+
+        order: int64 [batch]; rows of the cache that the rows go on from, before the token is read. None: their own.
+        """
+        (logits,) = self._run_step(token, order)
+        return logits
+
+    def _prefill(self, prompt: Tensor, encoder: Tensor | None, *arguments: Tensor) -> tuple[Tensor]:
+        logits = self._read_prompt(prompt, encoder, None, *arguments)
+        self.memory.length.add_(1)  # the token to come
+        return (logits,)
+
+    def _step(self, token: Tensor, order: Tensor | None) -> tuple[Tensor]:
+        if order is not None:
+            self.memory.reorder(order)
+        self.memory.token.copy_(token)
+        logits = self._read_token()
+        self.memory.length.add_(1)
+        return (logits,)
 
 
 def _of_own_length(tensor: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ its `generate` is called with `custom_generate=` a function of ours in the place
 checked, the encoder has run (through a front door of its own), logits processors and stopping criteria are made. Our
 function runs prefill and steps (`kernl.decoding`) with choices of tokens (`kernl.token_choice`).
 
-**What cannot run that way** (beam search, streamers, processors and criteria that need the host, scores or states to be
-returned, ...) runs in transformers' own loop, and the report says how often and why. Nothing was generated before.
-transformers would compile models with a static cache by itself; that is switched off for the call, as kernl does it.
+**What cannot run that way** (beam search, streamers, processors and criteria that need the host, scores to be returned)
+runs in transformers' own loop, over the same prefill and steps (`kernl.transformers_loop`). What cannot run so either
+(caches of other kinds, attentions to be returned, ...) runs in transformers' loop over the model as it is. The report
+says how often and why (`kernl.generation_call`); nothing was generated before. transformers would compile models with a
+static cache by itself; that is switched off for the call, as kernl does it.
 
 **Kept between calls**: memories by batch and capacity, and the graphs in them. They are dropped when anything about the
 model changes that `kernl.model_state` notices, least recently used ones when there are many, and by `release()`.
@@ -37,32 +39,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, EncoderDecoderCache, GenerationMixin
-from transformers.generation import GenerationMode
+from transformers import EncoderDecoderCache, GenerationMixin
 
 from kernl.backend import CompiledGraph, InsistentRunner, kind_of, load_options
-from kernl.decoding import (
-    ADVANCES,
-    GROWS,
-    REPEATS,
-    STAYS,
-    STEP,
-    Argument,
-    DecodingMemory,
-    LayerShape,
-    Layout,
-    Program,
-    capacity_for,
-    encoder_capacity_for,
-    lazy_cache,
-)
+from kernl.decoding import DecodingMemory, LayerShape, Layout, LogitsProgram, Program, TokenProgram, lazy_cache
 from kernl.front_door import FrontDoor, RecordedGraph, disabled_here
+from kernl.generation_call import (
+    MODES,
+    Call,
+    Prepared,
+    last_position,
+    read_model_arguments,
+    refuse_steps,
+    refuse_what_needs_the_host,
+    why_not_by_arguments,
+)
 from kernl.handle import Handle
 from kernl.model_state import ModelState
 from kernl.options import Options
 from kernl.report import Report, reason_of, warn_once
 from kernl.runtime.cuda_graph import CudaGraphRunner
 from kernl.token_choice import TokenChoice, Unserved
+from kernl.transformers_loop import Steps, run_transformers_loop
 
 Tensor = torch.Tensor
 
@@ -72,19 +70,11 @@ LOOK_EVERY = 8
 _MAX_MEMORIES = 16
 _MAX_PROGRAMS = 8  # a memory: ways to choose tokens
 
-_BECOMES = {"attention_mask": GROWS, "position_ids": ADVANCES, "token_type_ids": REPEATS}
-_BECOMES_WITH_ENCODER = {"attention_mask": STAYS, "decoder_attention_mask": GROWS, "decoder_position_ids": ADVANCES}
-_NEED_TRANSFORMERS_LOOP = ("streamer", "assistant_model", "custom_generate", "tokenizer", "synced_gpus")
-_NEED_TRANSFORMERS_LOOP_SET = (
-    "return_dict_in_generate",
-    "output_scores",
-    "output_logits",
-    "output_attentions",
-    "output_hidden_states",
-    "prefill_chunk_size",
-    "max_time",
-    "stop_strings",
-)
+OPTION_HF = 'option generate="hf"'
+
+
+class _StartAgain(Exception):
+    """Why transformers' `generate` has to begin once more, without a loop of ours in it."""
 
 
 def generate(model: nn.Module, /, inputs: Tensor | None = None, **arguments: Any) -> Any:
@@ -103,15 +93,15 @@ def generate(model: nn.Module, /, inputs: Tensor | None = None, **arguments: Any
     given = arguments if inputs is None else {"inputs": inputs, **arguments}
     if disabled_here.get():
         return _own_generate(model)(**given)
-    return loop_of(model).generate(model, _own_generate(model), given)
+    return loop_of(model).generate(model, _own_generate(model), given, None)
 
 
-def loop_of(model: Any) -> FastLoop:
+def loop_of(model: Any) -> GenerationLoop:
     """The loop of a model; its `report` is that of the optimised model, or one of its own."""
     handle = vars(model).get("kernl")
     if isinstance(handle, Handle):
         if handle.loop is None:
-            handle.loop = FastLoop(model, handle.plain_forward, handle.options, handle.report())
+            handle.loop = GenerationLoop(model, handle.plain_forward, handle.options, handle.report())
         return handle.loop
     with _loops_lock:
         if model not in _loops:
@@ -120,11 +110,11 @@ def loop_of(model: Any) -> FastLoop:
             refuse_unfit(model)
             options = load_options({})
             plain = plain_forward(model, vars(model).get("forward"))
-            _loops[model] = FastLoop(model, plain, options, Report(type(model).__name__, options))
+            _loops[model] = GenerationLoop(model, plain, options, Report(type(model).__name__, options))
         return _loops[model]
 
 
-_loops: weakref.WeakKeyDictionary[Any, FastLoop] = weakref.WeakKeyDictionary()
+_loops: weakref.WeakKeyDictionary[Any, GenerationLoop] = weakref.WeakKeyDictionary()
 _encoder_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _loops_lock = threading.Lock()
 
@@ -145,9 +135,8 @@ def make_generate(model: nn.Module, handle: Handle) -> Callable[..., Any]:
         if disabled_here.get() or len(args) > len(names) or set(names[: len(args)]) & kwargs.keys():
             return transformers_generate(*args, **kwargs)  # a mistake in the arguments: let transformers say so
         given = {**dict(zip(names, args)), **kwargs}
-        if handle.options.generate == "fast":
-            return loop_of(model).generate(model, transformers_generate, given)
-        return _in_transformers_loop(transformers_generate, given, handle.report(), 'option generate="hf"')
+        is_fast = handle.options.generate == "fast"
+        return loop_of(model).generate(model, transformers_generate, given, None if is_fast else OPTION_HF)
 
     generate.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return generate
@@ -193,9 +182,8 @@ def _own_generate(model: Any) -> Callable[..., Any]:
     return own
 
 
-def _in_transformers_loop(own: Callable[..., Any], given: Mapping[str, Any], report: Report, reason: str) -> Any:
-    """transformers' own loop, without its compilation; the caller's generation config stays as it is."""
-    report.generation.transformers[reason] += 1
+def _without_compilation(own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """transformers' `generate` without its compilation; the caller's generation config stays as it is."""
     config = given.get("generation_config")
     if config is None:
         parameters = inspect.signature(own).parameters
@@ -207,8 +195,8 @@ def _in_transformers_loop(own: Callable[..., Any], given: Mapping[str, Any], rep
     return own(**{**given, "generation_config": config})
 
 
-class FastLoop:
-    """The loop of one model, with what it keeps between calls. Does not keep the model alive.
+class GenerationLoop:
+    """What serves `generate` of one model, with what it keeps between calls. Does not keep the model alive.
 
     plain: the model's own forward, called with the model first.
     """
@@ -219,6 +207,7 @@ class FastLoop:
         self.look_every = LOOK_EVERY
         self._find_model = weakref.ref(model)
         self._lock = threading.RLock()
+        self._is_running = False
         without_graphs = replace(options, cuda_graph="never", guards="full", buckets="off")
         self._door = StepDoor(model, _with_preparation(plain), without_graphs, report)
         self._encoder_door: FrontDoor | None = None
@@ -230,20 +219,24 @@ class FastLoop:
         self._programs: dict[Layout, collections.OrderedDict[Any, Program]] = {}
         report.generation.graphs = self._count_graphs
 
-    def generate(self, model: Any, own: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """own: the model's `generate` as transformers has it. given: its arguments, by name."""
+    def generate(self, model: Any, own: Callable[..., Any], given: dict[str, Any], why_not_fast: str | None) -> Any:
+        """Serve a call by the fastest loop that can.
+
+        own: the model's `generate` as transformers has it. given: its arguments, by name. why_not_fast: why kernl's
+        own loop is not wanted, if it is not.
+        """
         reason = why_not_by_arguments(model, given)
         if reason is None:
             generators = torch.get_rng_state(), _cuda_rng_state(model.device)
             try:
-                with self._lock:
-                    return self._prepared_by_transformers(model, own, given)
-            except Unserved as unserved:
-                reason = str(unserved)
+                return self._prepared_by_transformers(model, own, given, why_not_fast)
+            except _StartAgain as again:
+                reason = str(again)
             # Models that generate in several parts may have sampled some of them.
             torch.set_rng_state(generators[0])
             _set_cuda_rng_state(model.device, generators[1])
-        return _in_transformers_loop(own, given, self.report, reason)
+        self.report.generation.transformers[reason] += 1
+        return _without_compilation(own, given)
 
     def release(self) -> None:
         """Give all memory back: caches, graphs and their pool. What was compiled stays."""
@@ -292,8 +285,10 @@ class FastLoop:
             skipped.update(runner.skips)
         return {"captured": sum(runner.graph_count() for runner in runners), "skipped": dict(skipped)}
 
-    def _prepared_by_transformers(self, model: Any, own: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Call transformers' `generate` with our loop in the place of its own."""
+    def _prepared_by_transformers(
+        self, model: Any, own: Callable[..., Any], given: dict[str, Any], why_not_fast: str | None
+    ) -> Any:
+        """Call transformers' `generate` with one of our loops in the place of its own."""
         with contextlib.ExitStack() as encoder:
 
             def loop(
@@ -304,16 +299,55 @@ class FastLoop:
                 stopping_criteria: Any = None,
                 generation_config: Any = None,
                 **model_kwargs: Any,
-            ) -> Tensor:
+            ) -> Any:
                 encoder.close()
-                return self._loop(
-                    model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+                prepared = Prepared(
+                    input_ids,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    model_kwargs,
+                    given.get("streamer"),
                 )
+                return self._serve(model, prepared, why_not_fast)
 
             if getattr(model.config, "is_encoder_decoder", False):
                 encoder.enter_context(self.encoder_served(model))
             tokens = own(**{**given, "custom_generate": loop})
         return tokens
+
+    def _serve(self, model: Any, prepared: Prepared, why_not_fast: str | None) -> Any:
+        counts = self.report.generation
+        try:
+            with self._alone():
+                refuse_steps(model, prepared)
+                if why_not_fast is None:
+                    try:
+                        refuse_what_needs_the_host(prepared)
+                        return self._loop(model, prepared)
+                    except Unserved as unserved:
+                        why_not_fast = str(unserved)
+                result = self._transformers_loop(model, prepared)
+                counts.stepped[why_not_fast] += 1
+                return result
+        except Unserved as unserved:
+            reason = str(unserved)
+        if prepared.mode not in MODES:
+            raise _StartAgain(reason)
+        counts.transformers[reason] += 1
+        return run_transformers_loop(model, prepared)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, no other call generates with this model; Unserved where the one that does has made this call."""
+        with self._lock:
+            if self._is_running:
+                raise Unserved("it is called while the model generates")
+            self._is_running = True
+            try:
+                yield
+            finally:
+                self._is_running = False
 
     def encoder_served(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Inside, calls of the model's encoder, which transformers' `generate` makes by itself, go through a door."""
@@ -332,36 +366,28 @@ class FastLoop:
             self._find_encoder = weakref.ref(encoder)
         return self._encoder_door
 
-    def _loop(
-        self,
-        model: Any,
-        prompt: Tensor,
-        processors: Sequence[Any],
-        criteria: Sequence[Any],
-        config: Any,
-        model_kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Generate. prompt: int64 [batch, length]. Returns int64 [batch, length + new tokens]."""
-        refuse_what_needs_transformers(model, prompt, config, model_kwargs)
-        choice = TokenChoice(config, processors, criteria, prompt)
-        call = read_model_arguments(model, prompt, choice.max_length, model_kwargs)
+    def _loop(self, model: Any, prepared: Prepared) -> Tensor:
+        """Generate with tokens chosen on the device. Returns int64 [batch, length + new tokens]."""
+        prompt = prepared.prompt
+        choice = TokenChoice(prepared.config, prepared.processors, prepared.criteria, prompt)
+        call = read_model_arguments(model, prompt, choice.max_length, prepared.model_kwargs)
         self._follow_changes(model)
 
-        memory, program = self._program(model, call.layout, choice, call)
+        memory, program = self._token_program(model, call.layout, choice, call)
         program.prefill(prompt, call.tensors, call.encoder, choice.ignored)
         length, since_look = prompt.shape[1] + 1, 1
-        last_position = _last_position(model.config)
+        last = last_position(model.config)
         generators = RememberedGenerator(prompt.device, self.look_every) if choice.do_sample else None
         while length < choice.max_length:
             # Past the last position a step could fail, so there the host must know that it is wanted.
-            if choice.eos is not None and (since_look >= self.look_every or length > last_position):
+            if choice.eos is not None and (since_look >= self.look_every or length > last):
                 self.report.generation.looks += 1
                 since_look = 0
                 if not memory.unfinished.any():
                     break
             if length > memory.layout.capacity:
                 smaller = memory
-                memory, program = self._program(model, memory.layout.larger(length), choice, call)
+                memory, program = self._token_program(model, memory.layout.larger(length), choice, call)
                 memory.take_over(smaller)
             program.step()
             length, since_look = length + 1, since_look + 1
@@ -373,6 +399,15 @@ class FastLoop:
         self.report.generation.fast += 1
         self.report.generation.tokens += produced * prompt.shape[0]
         return memory.tokens[:, : prompt.shape[1] + produced].clone()
+
+    def _transformers_loop(self, model: Any, prepared: Prepared) -> Any:
+        """Generate in transformers' loop over our steps."""
+        call = read_model_arguments(model, prepared.prompt, prepared.config.max_length, prepared.model_kwargs)
+        self._follow_changes(model)
+        steps = Steps(call, functools.partial(self._logits_program, model, call))
+        result = run_transformers_loop(model, prepared, steps)
+        self.report.generation.tokens += steps.new_tokens
+        return result
 
     def _follow_changes(self, model: nn.Module) -> None:
         """Drop what belongs to the model as it was."""
@@ -391,17 +426,26 @@ class FastLoop:
             raise Unserved(f"weights cannot be compared ({reason_of(error)})") from None
         self._kinds = list(map(kind_of, self._state.tensors))
 
-    def _program(self, model: Any, layout: Layout, choice: TokenChoice, call: Call) -> tuple[DecodingMemory, Program]:
+    def _token_program(
+        self, model: Any, layout: Layout, choice: TokenChoice, call: Call
+    ) -> tuple[DecodingMemory, TokenProgram]:
         memory = self._memory(model, layout, call)
-        programs = self._programs.setdefault(layout, collections.OrderedDict())
-        if choice.key not in programs:
+        return memory, self._program(memory, choice.key, functools.partial(TokenProgram, choice))
+
+    def _logits_program(self, model: Any, call: Call, layout: Layout) -> LogitsProgram:
+        return self._program(self._memory(model, layout, call), LogitsProgram, LogitsProgram)
+
+    def _program(self, memory: DecodingMemory, key: Any, make: Callable[..., Any]) -> Any:
+        """The program of a key that runs in this memory."""
+        programs = self._programs.setdefault(memory.layout, collections.OrderedDict())
+        if key not in programs:
             if len(programs) >= _MAX_PROGRAMS:
                 programs.popitem(last=False)[1].release()
             assert self._state is not None
-            make_runner = self._make_runner if self._takes_graphs(layout.device) else None
-            programs[choice.key] = Program(memory, choice, self._forward, self._state.tensors, make_runner)
-        programs.move_to_end(choice.key)
-        return memory, programs[choice.key]
+            make_runner = self._make_runner if self._takes_graphs(memory.layout.device) else None
+            programs[key] = make(memory, self._forward, self._state.tensors, make_runner)
+        programs.move_to_end(key)
+        return programs[key]
 
     def _memory(self, model: Any, layout: Layout, call: Call) -> DecodingMemory:
         if layout not in self._memories:
@@ -552,154 +596,6 @@ def _served_by(module: nn.Module, door: FrontDoor) -> Iterator[None]:
 def _like(forward: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return forward
-
-
-def why_not_by_arguments(model: Any, given: Mapping[str, Any]) -> str | None:
-    """Why transformers' loop must run, where the arguments alone tell; None when they do not."""
-    kind = type(model)
-    is_known = kind.generate is GenerationMixin.generate or kind.generate.__module__.endswith("generation_whisper")
-    own = {"_sample", "_update_model_kwargs_for_generation"}
-    if (
-        not is_known
-        or own & vars(model).keys()
-        or any(getattr(kind, n) is not getattr(GenerationMixin, n) for n in own)
-    ):
-        return f"{kind.__name__} has a loop of its own"
-    if any(module.training for module in model.modules()):
-        return "the model is in training mode"
-    for name in _NEED_TRANSFORMERS_LOOP:
-        if given.get(name):
-            return f"argument {name}"
-    configs = (given.get("generation_config"), model.generation_config)
-
-    def setting(name: str) -> Any:
-        values = (given.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in values if value is not None), None)
-
-    for name in _NEED_TRANSFORMERS_LOOP_SET:
-        if setting(name):
-            return f"argument {name}"
-    if (setting("num_beams") or 1) != 1:
-        return "beam search"
-    if setting("use_cache") is False:
-        return "argument use_cache=False"
-    if given.get("past_key_values") is not None or given.get("cache") is not None:
-        return "a cache is given"
-    if setting("cache_implementation") not in (None, "static", "dynamic", "hybrid"):
-        return f"argument cache_implementation={setting('cache_implementation')!r}"
-    return None
-
-
-def refuse_what_needs_transformers(model: Any, prompt: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise Unserved for what only shows once transformers has prepared the call."""
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise Unserved(f"generation mode {mode.value}")
-    if not getattr(model, "_can_compile_fullgraph", False):
-        raise Unserved(f"a {type(model).__name__} does not take a static cache")
-    if model._forward_hooks or model._forward_pre_hooks:
-        raise Unserved("the model has hooks")
-    if prompt.device != model.device:
-        raise Unserved(f"inputs are on {prompt.device}, the model is on {model.device}")
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise Unserved(f"a prompt of shape {tuple(prompt.shape)}")
-    prepares = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
-    masks = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
-    if not prepares and model_kwargs.get(masks) is not None:
-        raise Unserved(f"a {type(model).__name__} prepares its masks in its own way")
-
-
-class Call:
-    """The model's arguments in one call of `generate`.
-
-    tensors: those of `layout.arguments`, in that order. encoder: states [batch, length, width] or None. original: all
-    arguments as transformers has made them, the encoder's as they are above.
-    """
-
-    def __init__(self, prompt: Tensor, layout: Layout, tensors: list[Tensor], encoder: Any, original: Any) -> None:
-        self.prompt = prompt
-        self.layout = layout
-        self.tensors = tensors
-        self.encoder: Tensor | None = encoder
-        self.original: dict[str, Any] = original
-
-
-def read_model_arguments(model: Any, prompt: Tensor, max_length: int, model_kwargs: Mapping[str, Any]) -> Call:
-    """Sort out what transformers would pass to the model at each step. Raises Unserved for what has no place."""
-    arguments = dict(model_kwargs)
-    caches = [name for name, value in arguments.items() if isinstance(value, Cache)]
-    if len(caches) != 1:
-        raise Unserved("the model's cache is not one of transformers' caches")
-    del arguments[caches[0]]
-    with_encoder = model.config.is_encoder_decoder
-    encoder = _read_encoder(model, prompt.shape[0], arguments) if with_encoder else None
-
-    becomes = _BECOMES_WITH_ENCODER if with_encoder else _BECOMES
-    found: list[Argument] = []
-    tensors: list[Tensor] = []
-    plain: list[tuple[str, Any]] = []
-    for name, value in arguments.items():
-        if name == "encoder_outputs" and with_encoder:
-            continue
-        if isinstance(value, Tensor) and name in becomes:
-            found.append(_read_argument(name, becomes[name], value, prompt))
-            tensors.append(value)
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            plain.append((name, value))
-        else:
-            raise Unserved(f"the model takes {name}, a {type(value).__name__}")
-    length = prompt.shape[1]
-    layout = Layout(
-        batch=prompt.shape[0],
-        capacity=capacity_for(max(length, min(max_length - 1, length + STEP - 1))),
-        device=prompt.device,
-        cache_name=caches[0],
-        arguments=tuple(found),
-        plain=tuple(plain),
-        encoder=None if encoder is None else (tuple(encoder.shape), encoder.dtype),
-        autocast=_autocast_dtype(prompt.device),
-    )
-    return Call(prompt, layout, tensors, encoder, arguments)
-
-
-def _read_argument(name: str, becomes: str, value: Tensor, prompt: Tensor) -> Argument:
-    if becomes == STAYS:
-        return Argument(name, becomes, tuple(value.shape), value.dtype)
-    if value.shape[-1] != prompt.shape[1] or (becomes == GROWS and value.shape != prompt.shape):
-        raise Unserved(f"{name} of shape {tuple(value.shape)} for a prompt of shape {tuple(prompt.shape)}")
-    shape = tuple(value.shape[:-1])
-    return Argument(name, becomes, shape, value.dtype)
-
-
-def _read_encoder(model: Any, batch: int, arguments: dict[str, Any]) -> Tensor:
-    """The encoder's states, padded to one of a few lengths where the decoder takes a mask for them."""
-    outputs = arguments["encoder_outputs"]
-    states = getattr(outputs, "last_hidden_state", None)
-    others = [name for name, value in outputs.items() if value is not None] if isinstance(outputs, dict) else []
-    if states is None or others != ["last_hidden_state"] or states.ndim != 3 or states.shape[0] != batch:
-        raise Unserved("the encoder gives more than its last states")
-    length = states.shape[1]
-    mask = arguments.get("attention_mask")
-    takes_mask = "encoder_attention_mask" in inspect.signature(model.get_decoder().forward).parameters
-    if takes_mask and (mask is None or mask.shape == states.shape[:2]):
-        if mask is None:
-            mask = torch.ones(states.shape[:2], dtype=torch.long, device=states.device)
-        rest = encoder_capacity_for(length) - length
-        arguments["attention_mask"] = nn.functional.pad(mask, (0, rest))
-        states = nn.functional.pad(states, (0, 0, 0, rest))
-    arguments["encoder_outputs"] = type(outputs)(last_hidden_state=states)
-    return states
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-def _last_position(config: Any) -> int:
-    """The number of positions a model has, or more than any text."""
-    text = config.get_text_config(decoder=True)
-    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions")]
-    return min((limit for limit in limits if isinstance(limit, int)), default=sys.maxsize)
 
 
 class RememberedGenerator:

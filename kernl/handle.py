@@ -29,7 +29,7 @@ from kernl.testing import ErrorReport, error_report
 from kernl.warmup import arguments_of, batches_to_warm_up
 
 if TYPE_CHECKING:
-    from kernl.generate import FastLoop
+    from kernl.generate import GenerationLoop
 
 Batch = Any
 
@@ -82,7 +82,7 @@ class Handle:
 
     def __init__(self, model: nn.Module, door: FrontDoor, options: Options, report: Report) -> None:
         self.options = options
-        self.loop: FastLoop | None = None  # of generation, once it has been used
+        self.loop: GenerationLoop | None = None  # of generation, once it has been used
         # What optimising found in the instance's dictionary, and what it has put there.
         self.before: dict[str, Any] = {}
         self.placed: dict[str, Any] = {}

@@ -66,8 +66,9 @@ class Options:
         above every bucket, calls run as they are and the report says why. Needs `guards="fast"` and symbolic sizes.
         Only `optimize_model` pads. "off": no padding.
     generate: which loop `model.generate` runs. "fast": the one on the GPU (`kernl.generate`) wherever the arguments
-        allow it, otherwise transformers' own; the report says which ran and why. "hf": always transformers' own,
-        without the compilation it would start for a static cache. Only `optimize_model` has it.
+        allow it, otherwise transformers' own; the report says which ran and why. "hf": always transformers' own, over
+        prefill and steps of kernl's where that can be (docs/generate.md), without the compilation it would start for a
+        static cache. Only `optimize_model` has it.
 
     Raises TypeError or ValueError naming the option, what was given and what is accepted.
     """

@@ -158,14 +158,17 @@ class PaddingCounts:
 class GenerationCounts:
     """Which loop `generate` ran in.
 
-    fast: calls in kernl's loop; tokens: new tokens they gave; looks: times the host looked whether all rows had ended.
-    transformers: reason -> calls that ran in transformers' own loop.
+    fast: calls in kernl's loop; looks: times the host looked whether all rows had ended.
+    stepped: why not there -> calls in transformers' loop over kernl's prefill and steps.
+    transformers: why not so either -> calls in transformers' loop over the model as it is.
+    tokens: new tokens of the first two kinds.
     graphs: asks how many CUDA graphs of prefill and steps are held ("captured") and why some ran without ("skipped").
     """
 
     fast: int = 0
     tokens: int = 0
     looks: int = 0
+    stepped: Counter[str] = field(default_factory=Counter)
     transformers: Counter[str] = field(default_factory=Counter)
     graphs: Callable[[], Mapping[str, Any]] | None = None
 
@@ -174,13 +177,18 @@ class GenerationCounts:
             "fast": self.fast,
             "tokens": self.tokens,
             "looks": self.looks,
+            "stepped": dict(self.stepped),
             "transformers": dict(self.transformers),
             "cuda_graphs": None if self.graphs is None else dict(self.graphs()),
         }
 
     def __str__(self) -> str:
-        text = f"{self.fast} calls in kernl's loop ({self.tokens} new tokens, {self.looks} looks of the host)"
-        if self.graphs is not None and self.fast:
+        over_model, stepped = self.transformers.total(), self.stepped.total()
+        text = (
+            f"{self.fast} calls in kernl's loop, {stepped} in transformers' over kernl's steps, {over_model} in "
+            f"transformers' over the model ({self.tokens} new tokens, {self.looks} looks of the host)"
+        )
+        if self.graphs is not None and (self.fast or stepped):
             state = self.graphs()
             skips = [f"{count} runs without: {why}" for why, count in state["skipped"].items()]
             text += "; CUDA graphs: " + "; ".join([f"{state['captured']} captured", *skips])
@@ -322,11 +330,15 @@ class Report:
             if unpadded:
                 yield "calls not padded", _table(unpadded, ["times", "because"], style)
         generation = self.generation
-        if generation.fast or generation.transformers:
+        if generation.fast or generation.stepped or generation.transformers:
             yield "generation", str(generation)
-        if generation.transformers:
-            reasons = [(count, reason) for reason, count in generation.transformers.most_common(_MAX_REASONS)]
-            yield "generation in transformers' own loop", _table(reasons, ["calls", "because"], style)
+        reasons = [
+            (count, kind, reason)
+            for kind, counts in (("kernl's steps", generation.stepped), ("the model", generation.transformers))
+            for reason, count in counts.most_common(_MAX_REASONS)
+        ]
+        if reasons:
+            yield "generation in transformers' loop", _table(reasons, ["calls", "over", "because"], style)
         if self.notes:
             yield (
                 "notes",

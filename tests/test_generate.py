@@ -137,19 +137,24 @@ def counts(model: Any) -> Any:
     return loop_of(model).report.generation
 
 
-def check(model: Any, runs_fast: bool = True, seed: int = 0, **arguments: Any) -> torch.Tensor:
+def calls_by_loop(model: Any) -> dict[str, int]:
+    found = counts(model)
+    return {"fast": found.fast, "stepped": found.stepped.total(), "transformers": found.transformers.total()}
+
+
+def check(model: Any, loop: str = "fast", seed: int = 0, **arguments: Any) -> torch.Tensor:
     """The same tokens, from the loop expected, and the same random state afterwards."""
     torch.manual_seed(seed)
     with kernl.disabled():
         want = model.generate(**copy.copy(arguments))
     state = torch.get_rng_state()
-    fast = counts(model).fast
+    before = calls_by_loop(model)
     torch.manual_seed(seed)
     got = kernl.generate(model, **arguments)
     assert got.dtype == want.dtype and got.shape == want.shape, (got.shape, want.shape)
     assert torch.equal(got, want), f"first differing column: {(got != want).any(0).nonzero()[0].item()}"
     assert torch.equal(torch.get_rng_state(), state)
-    assert (counts(model).fast > fast) is runs_fast, dict(counts(model).transformers)
+    assert calls_by_loop(model) == {**before, loop: before[loop] + 1}, counts(model)
     return got
 
 
@@ -313,9 +318,9 @@ def test_whisper(attention: str) -> None:
     assert tokens.shape[1] > 5 and not {5, 6} & set(tokens.flatten().tolist())
     check(model, **inputs, max_new_tokens=20, do_sample=True)
     check(model, **prompt("whisper", batch=1, seed=1), max_new_tokens=20)
-    check(model, runs_fast=False, **inputs, max_new_tokens=10, logits_processor=[Plus()])
-    (reason,) = counts(model).transformers
-    assert reason == "the logits processor Plus needs the host"
+    check(model, "stepped", **inputs, max_new_tokens=10, logits_processor=[Plus()])
+    assert list(counts(model).stepped) == ["the logits processor Plus needs the host"]
+    check(model, "stepped", **inputs, max_new_tokens=10, num_beams=3)
 
 
 class Streamer(BaseStreamer):
@@ -338,7 +343,8 @@ class Plus(LogitsProcessor):
     ("reason", "arguments"),
     [
         ("beam search", {"num_beams": 3}),
-        ("argument use_cache=False", {"use_cache": False}),
+        ("beam search", {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True, "length_penalty": 0.5}),
+        ("beam search", {"num_beams": 3, "do_sample": True, "top_k": 20, "temperature": 2.0}),
         ("the logits processor NoRepeatNGramLogitsProcessor needs the host", {"no_repeat_ngram_size": 2}),
         ("the logits processor Plus needs the host", {"logits_processor": [Plus()]}),
         (
@@ -350,33 +356,127 @@ class Plus(LogitsProcessor):
             {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1000.0)])},
         ),
         ("argument max_time", {"max_time": 1000.0}),
-        ("generation mode assisted_generation", {"prompt_lookup_num_tokens": 3}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_runs_in_transformers_loop(models: dict[str, Any], reason: str, arguments: dict[str, Any]) -> None:
+def test_transformers_loop_over_steps(models: dict[str, Any], reason: str, arguments: dict[str, Any]) -> None:
     model = kept(models, "llama")
-    batch = 1 if "prompt_lookup_num_tokens" in arguments else 2
+    before = counts(model).stepped[reason]
+    check(model, "stepped", **prompt("llama", batch=3), max_new_tokens=8, **arguments)
+    assert counts(model).stepped[reason] == before + 1
+    assert loop_of(model).report.as_dict()["generation"]["stepped"][reason] == before + 1
+    assert "generation in transformers' loop" in str(loop_of(model).report)
+
+
+@pytest.mark.parametrize(
+    ("reason", "arguments"),
+    [
+        ("argument use_cache=False", {"use_cache": False}),
+        ("argument prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
+        ("argument prefill_chunk_size", {"prefill_chunk_size": 4}),
+        ("argument output_attentions", {"output_attentions": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_transformers_loop_over_the_model(models: dict[str, Any], reason: str, arguments: dict[str, Any]) -> None:
+    model = build("llama", attn_implementation="eager") if "output_attentions" in arguments else kept(models, "llama")
     before = counts(model).transformers[reason]
-    check(model, runs_fast=False, **prompt("llama", batch=batch), max_new_tokens=8, **arguments)
+    check(model, "transformers", **prompt("llama", batch=1), max_new_tokens=8, **arguments)
     assert counts(model).transformers[reason] == before + 1
     assert loop_of(model).report.as_dict()["generation"]["transformers"][reason] == before + 1
-    assert "generation in transformers' own loop" in str(loop_of(model).report)
 
 
-def test_scores_streamer_and_training(models: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams(models: dict[str, Any], family: str) -> None:
+    model = kept(models, family)
+    for seed in range(2):
+        check(
+            model, "stepped", seed, **prompt(family, batch=3, length=7 + seed, seed=seed), max_new_tokens=9, num_beams=3
+        )
+    assert not loop_of(model).report.notes
+
+
+@pytest.mark.parametrize("family", ["t5", "mistral"])
+def test_beams_across_caches(models: dict[str, Any], family: str) -> None:
+    arguments = {"num_beams": 2, "max_new_tokens": 68, "length_penalty": 2.0, **ENDLESS}
+    model = kept(models, family)
+    check(model, "stepped", **prompt(family, length=1), **{**arguments, "max_new_tokens": 3})
+    graphs = len(loop_of(model).report.graphs)
+    loop_of(model).release()
+    tokens = check(model, "stepped", **prompt(family, length=1), **arguments)
+    assert tokens.shape[1] == 69
+    assert [layout.capacity for layout in loop_of(model)._memories] == [64, 128]
+    assert len(loop_of(model).report.graphs) == graphs
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_scores_and_a_cache_to_go_on_from(models: dict[str, Any], family: str, beams: int) -> None:
+    model, inputs = kept(models, family), prompt(family, batch=2)
+    arguments = {"max_new_tokens": 12, "num_beams": beams, "return_dict_in_generate": True, "output_scores": True}
+    with kernl.disabled():
+        want = model.generate(**inputs, **arguments, output_logits=True, **ENDLESS)
+    stepped = counts(model).stepped.total()
+    got = kernl.generate(model, **inputs, **arguments, output_logits=True, **ENDLESS)
+    assert counts(model).stepped.total() == stepped + 1
+    assert type(got) is type(want) and list(got) == list(want)
+    assert torch.equal(got.sequences, want.sequences)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-4)
+    (name,) = {"cache", "past_key_values"} & set(got)
+    assert type(got[name]) is type(want[name])
+    kept_cache = copy.deepcopy(got[name])
+    kernl.generate(model, **prompt(family, seed=5), **arguments)  # which must not write to it
+    ours, theirs, earlier = (
+        [part for layer in cache for part in layer if isinstance(part, torch.Tensor)]
+        for cache in (got[name], want[name], kept_cache)
+    )
+    assert len(ours) == 2 * 2 * (2 if family == "t5" else 1)  # keys and values of two layers
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert all(map(torch.equal, ours, earlier))
+
+
+def test_streamers_get_each_token(models: dict[str, Any]) -> None:
+    for family in ("t5", "llama"):
+        model, inputs = kept(models, family), prompt(family, batch=1)
+        streamer, expected = Streamer(), Streamer()
+        tokens = kernl.generate(model, **inputs, max_new_tokens=5, streamer=streamer)
+        with kernl.disabled():
+            model.generate(**inputs, max_new_tokens=5, streamer=expected)
+        assert streamer.tokens == expected.tokens == tokens.flatten().tolist()
+        assert counts(model).stepped["argument streamer"] == 1
+
+
+def test_training_mode(models: dict[str, Any]) -> None:
     model, inputs = kept(models, "llama"), prompt("llama", batch=1)
-    outputs = kernl.generate(model, **inputs, max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
-    assert len(outputs.scores) == outputs.sequences.shape[1] - 7
-    streamer = Streamer()
-    tokens = kernl.generate(model, **inputs, max_new_tokens=5, streamer=streamer)
-    assert streamer.tokens == tokens.flatten().tolist()
     model.train()
-    check(model, runs_fast=False, **inputs, max_new_tokens=5)
+    check(model, "transformers", **inputs, max_new_tokens=5)
     model.eval()
-    reasons = counts(model).transformers
-    assert reasons["argument return_dict_in_generate"] and reasons["argument streamer"]
-    assert reasons["the model is in training mode"]
+    assert counts(model).transformers["the model is in training mode"] == 1
+
+
+def test_a_processor_that_generates_or_fails_or_asks_the_model(models: dict[str, Any]) -> None:
+    model, inputs = kept(models, "llama"), prompt("llama")
+    tokens = kernl.generate(model, **inputs, max_new_tokens=6, **ENDLESS)
+    inner: list[torch.Tensor] = []
+
+    def meddle(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        inner.append(kernl.generate(model, **inputs, max_new_tokens=6, **ENDLESS))
+        model(ids)
+        return scores
+
+    before = counts(model).transformers["it is called while the model generates"]
+    outer = kernl.generate(model, **inputs, max_new_tokens=6, logits_processor=[meddle], **ENDLESS)
+    assert all(torch.equal(found, tokens) for found in (outer, *inner))
+    assert counts(model).transformers["it is called while the model generates"] == before + 6
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kernl.generate(model, **inputs, max_new_tokens=6, logits_processor=[fail])
+    check(model, "stepped", **inputs, max_new_tokens=6, num_beams=2)
+    check(model, **inputs, max_new_tokens=6)
 
 
 @pytest.mark.parametrize(
@@ -459,8 +559,9 @@ def test_optimized_model(family: str) -> None:
     )
     assert report.generation.fast == 2
     model.generate(**inputs, max_new_tokens=4, num_beams=2)
-    assert dict(report.generation.transformers) == {"beam search": 1}
-    assert "2 calls in kernl's loop" in str(report) and "beam search" in str(report)
+    assert dict(report.generation.stepped) == {"beam search": 1} and not report.generation.transformers
+    assert "2 calls in kernl's loop, 1 in transformers' over kernl's steps" in str(report)
+    assert "beam search" in str(report)
     assert report.as_dict()["generation"]["fast"] == 2
     with kernl.disabled():
         model.generate(**inputs, max_new_tokens=4)
@@ -493,8 +594,12 @@ def test_option_hf_runs_transformers_loop_without_its_compilation(monkeypatch: p
     assert torch.equal(model.generate(**inputs, generation_config=config), want)
     assert seen[0] is not True and seen[1:] == [True, True]
     assert model.generation_config.to_dict() == before and not config.disable_compile
-    assert dict(model.kernl.report().generation.transformers) == {'option generate="hf"': 2}
-    assert model.kernl.report().generation.fast == 0
+    generation = model.kernl.report().generation
+    assert dict(generation.stepped) == {'option generate="hf"': 2}
+    # So it is over the model as it is.
+    assert torch.equal(model.generate(**inputs, generation_config=config, use_cache=False), want)
+    assert dict(generation.transformers) == {"argument use_cache=False": 1} and generation.fast == 0
+    assert seen[3:] == [True] and not config.disable_compile
 
 
 @pytest.mark.parametrize("family", ["t5", "whisper"])

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernl
 from kernl import backend
 from kernl.decoding import DecodingMemory
-from kernl.generate import FastLoop, fill_on_device, loop_of
+from kernl.generate import GenerationLoop, fill_on_device, loop_of
 from kernl.runtime.cuda_graph import CudaGraphRunner
 from kernl.token_choice import TokenChoice
 from tests.runtime.fake_device import FakeDevice
@@ -86,11 +86,11 @@ class TapeDevice(FakeDevice):
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[TapeDevice]:
     tapes = TapeDevice()
 
-    def make_runner(self: FastLoop, function: Callable[..., Any], fixed: int, written: int) -> CudaGraphRunner:
+    def make_runner(self: GenerationLoop, function: Callable[..., Any], fixed: int, written: int) -> CudaGraphRunner:
         return CudaGraphRunner(function, fixed_inputs=range(fixed), mutated_inputs=range(written), capture_device=tapes)
 
-    monkeypatch.setattr(FastLoop, "_takes_graphs", lambda self, device: True)
-    monkeypatch.setattr(FastLoop, "_make_runner", make_runner)
+    monkeypatch.setattr(GenerationLoop, "_takes_graphs", lambda self, device: True)
+    monkeypatch.setattr(GenerationLoop, "_make_runner", make_runner)
     yield tapes
 
 
@@ -110,6 +110,30 @@ def test_tokens_come_from_replays(device: TapeDevice, family: str, attention: st
     # One prefill and one step; all but the first run of each is a replay.
     assert device.captures == 2 and device.replays >= 2 + 3 * 8
     assert not skips(model)
+
+
+@pytest.mark.parametrize("family", ["t5", "llama", "mistral"])
+def test_transformers_loop_replays_too(device: TapeDevice, family: str) -> None:
+    model = build(family)
+    for seed in range(3):
+        check(model, "stepped", seed, **prompt(family, seed=seed), max_new_tokens=10, no_repeat_ngram_size=2, **ENDLESS)
+    # One prefill and one step; all but the first run of each is a replay.
+    assert device.captures == 2 and device.replays >= 2 + 3 * 6
+    for seed in range(3):
+        check(model, "stepped", seed, **prompt(family, seed=seed), max_new_tokens=10, num_beams=3, **ENDLESS)
+    assert device.captures == 4 and not skips(model)
+    # The same graphs, whatever the loop makes of the logits.
+    check(model, "stepped", **prompt(family, seed=4), max_new_tokens=10, num_beams=3, do_sample=True, **ENDLESS)
+    assert device.captures == 4
+
+
+def test_beams_move_to_a_larger_cache(device: TapeDevice) -> None:
+    model = build("llama")
+    for seed in range(2):
+        inputs = prompt("llama", length=1, seed=seed)
+        check(model, "stepped", seed, **inputs, max_new_tokens=66, num_beams=2, **ENDLESS)
+    # The second cache has no prefill, and its first step reorders like all others.
+    assert device.captures == 3 and not skips(model)
 
 
 def test_all_that_is_captured_is_frozen_by_the_key(device: TapeDevice) -> None:

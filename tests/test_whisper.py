@@ -104,7 +104,8 @@ def test_loop_of_transformers(whisper: Whisper) -> None:
     model = kernl.optimize_model(whisper.model)
     assert torch.equal(model.generate(**whisper.sentence), whisper.tokens[:1])
     report = model.kernl.report()
-    assert (report.generation.fast, dict(report.generation.transformers)) == (0, {'option generate="hf"': 1})
+    generation = report.generation
+    assert (dict(generation.stepped), dict(generation.transformers)) == ({'option generate="hf"': 1}, {})
     assert whisper.attentions() == [LAYERS, 2 * LAYERS, 2 * LAYERS]
     assert not report.notes
 
@@ -114,7 +115,7 @@ def test_timestamps_run_in_the_loop_of_transformers(whisper: Whisper) -> None:
     assert torch.equal(kernl.generate(whisper.model, **whisper.sentence, return_timestamps=True), want)
     generation = loop_of(whisper.model).report.generation
     reason = "the logits processor WhisperTimeStampLogitsProcessor needs the host"
-    assert (generation.fast, dict(generation.transformers)) == (0, {reason: 1})
+    assert (dict(generation.stepped), dict(generation.transformers)) == ({reason: 1}, {})
 
 
 def test_the_example(whisper: Whisper, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ def test_static_cache_in_transformers_loop_is_not_compiled_twice() -> None:
     kernl.optimize_model(model)
     model.generate(**inputs, max_new_tokens=6, cache_implementation="static")
     assert not hasattr(model, "_compiled_call")
-    assert model.kernl.report().generation.transformers['option generate="hf"'] == 1
+    assert model.kernl.report().generation.stepped['option generate="hf"'] == 1
 
 
 def test_benchmark(tmp_path: Path) -> None:
