@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from kernl.graph import RewriteReport, canonicalize, default_registry, rewrite
@@ -301,12 +301,7 @@ def with_kernels_ahead(
     if inputs.device.type != "cuda" or inputs.needs_grad:
         return function
     placeholders = placeholders_of(gm)
-    weights = {placeholders[position]: example_inputs[position] for position in inputs.fixed}
-    calls = [
-        (node.target, torch.fx.map_arg(node.args, lambda arg: weights[arg] if arg in weights else stand_in(arg)))
-        for node in gm.graph.nodes
-        if is_kernl_op(node) and all(has_size_hints(arg) for arg in node.all_input_nodes)
-    ]
+    calls = kinds_of_calls(gm, {placeholders[position]: example_inputs[position] for position in inputs.fixed})
 
     def run(*values: Any) -> Any:
         if calls:
@@ -318,6 +313,26 @@ def with_kernels_ahead(
         return function(*values)
 
     return run
+
+
+def kinds_of_calls(gm: GraphModule, weights: Mapping[Node, Any]) -> list[tuple[Any, Any]]:
+    """Ops of kernl in a graph with their arguments; of calls for which the same kernels are compiled, the first."""
+    kinds: dict[Any, tuple[Any, Any]] = {}
+    for node in gm.graph.nodes:
+        if is_kernl_op(node) and all(has_size_hints(arg) for arg in node.all_input_nodes):
+            arguments = torch.fx.map_arg(node.args, lambda arg: weights[arg] if arg in weights else stand_in(arg))
+            kinds.setdefault((node.target, _kind_of_argument(arguments)), (node.target, arguments))
+    return list(kinds.values())
+
+
+def _kind_of_argument(value: Any) -> Any:
+    """What an op's choice of kernels may look at. No kernel is compiled for more alignment than that of 16 bytes."""
+    if isinstance(value, torch.Tensor):
+        address = 0 if isinstance(value, FakeTensor) else value.data_ptr() % 16
+        return tuple(value.shape), value.stride(), value.dtype, value.device, address
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_kind_of_argument, value))
+    return type(value), value
 
 
 def is_kernl_op(node: Node) -> bool:

@@ -83,6 +83,7 @@ class Layout:
 
     plain: names and values of the model's arguments that are no tensors. encoder: shape and dtype of its states.
     cache_name: the argument by which the model takes its cache. autocast: the type it casts to, None when it is off.
+    lane: 0, or the number of a call that runs beside others.
     """
 
     batch: int
@@ -93,6 +94,7 @@ class Layout:
     plain: tuple[tuple[str, Any], ...]
     encoder: tuple[tuple[int, ...], torch.dtype] | None
     autocast: torch.dtype | None = None
+    lane: int = 0
 
     def larger(self, length: int) -> Layout:
         return dataclasses.replace(self, capacity=capacity_for(length))

@@ -19,7 +19,7 @@ static cache by itself; that is switched off for the call, as kernl does it.
 
 **Kept between calls**: memories by batch and capacity, and the graphs in them. They are dropped when anything about the
 model changes that `kernl.model_state` notices, least recently used ones when there are many, and by `release()`.
-Calls for one model run one after the other.
+Calls for one model run one after the other, but for those in transformers' loop, whose steps take turns.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import sys
 import threading
 import types
@@ -207,7 +208,7 @@ class GenerationLoop:
         self.look_every = LOOK_EVERY
         self._find_model = weakref.ref(model)
         self._lock = threading.RLock()
-        self._is_running = False
+        self._lanes: set[int] = set()
         without_graphs = replace(options, cuda_graph="never", guards="full", buckets="off")
         self._door = StepDoor(model, _with_preparation(plain), without_graphs, report)
         self._encoder_door: FrontDoor | None = None
@@ -319,15 +320,15 @@ class GenerationLoop:
     def _serve(self, model: Any, prepared: Prepared, why_not_fast: str | None) -> Any:
         counts = self.report.generation
         try:
-            with self._alone():
-                refuse_steps(model, prepared)
+            refuse_steps(model, prepared)
+            with self._lane() as lane:
                 if why_not_fast is None:
                     try:
                         refuse_what_needs_the_host(prepared)
-                        return self._loop(model, prepared)
+                        return self._loop(model, prepared, lane)
                     except Unserved as unserved:
                         why_not_fast = str(unserved)
-                result = self._transformers_loop(model, prepared)
+                result = self._transformers_loop(model, prepared, lane)
                 counts.stepped[why_not_fast] += 1
                 return result
         except Unserved as unserved:
@@ -338,16 +339,16 @@ class GenerationLoop:
         return run_transformers_loop(model, prepared)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Inside, no other call generates with this model; Unserved where the one that does has made this call."""
+    def _lane(self) -> Iterator[int]:
+        """The number of a call among those that run now: each has memories of its own."""
         with self._lock:
-            if self._is_running:
-                raise Unserved("it is called while the model generates")
-            self._is_running = True
-            try:
-                yield
-            finally:
-                self._is_running = False
+            lane = next(lane for lane in itertools.count() if lane not in self._lanes)
+            self._lanes.add(lane)
+        try:
+            yield lane
+        finally:
+            with self._lock:
+                self._lanes.discard(lane)
 
     def encoder_served(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Inside, calls of the model's encoder, which transformers' `generate` makes by itself, go through a door."""
@@ -366,13 +367,16 @@ class GenerationLoop:
             self._find_encoder = weakref.ref(encoder)
         return self._encoder_door
 
-    def _loop(self, model: Any, prepared: Prepared) -> Tensor:
+    def _loop(self, model: Any, prepared: Prepared, lane: int) -> Tensor:
         """Generate with tokens chosen on the device. Returns int64 [batch, length + new tokens]."""
-        prompt = prepared.prompt
-        choice = TokenChoice(prepared.config, prepared.processors, prepared.criteria, prompt)
-        call = read_model_arguments(model, prompt, choice.max_length, prepared.model_kwargs)
-        self._follow_changes(model)
+        choice = TokenChoice(prepared.config, prepared.processors, prepared.criteria, prepared.prompt)
+        call = read_model_arguments(model, prepared, choice.max_length, lane)
+        with self._lock:
+            self._follow_changes(model)
+            return self._choose_all(model, call, choice)
 
+    def _choose_all(self, model: Any, call: Call, choice: TokenChoice) -> Tensor:
+        prompt = call.prompt
         memory, program = self._token_program(model, call.layout, choice, call)
         program.prefill(prompt, call.tensors, call.encoder, choice.ignored)
         length, since_look = prompt.shape[1] + 1, 1
@@ -400,11 +404,12 @@ class GenerationLoop:
         self.report.generation.tokens += produced * prompt.shape[0]
         return memory.tokens[:, : prompt.shape[1] + produced].clone()
 
-    def _transformers_loop(self, model: Any, prepared: Prepared) -> Any:
+    def _transformers_loop(self, model: Any, prepared: Prepared, lane: int) -> Any:
         """Generate in transformers' loop over our steps."""
-        call = read_model_arguments(model, prepared.prompt, prepared.config.max_length, prepared.model_kwargs)
-        self._follow_changes(model)
-        steps = Steps(call, functools.partial(self._logits_program, model, call))
+        call = read_model_arguments(model, prepared, prepared.config.max_length, lane)
+        with self._lock:
+            self._follow_changes(model)
+        steps = Steps(call, functools.partial(self._logits_program, model, call), self._lock)
         result = run_transformers_loop(model, prepared, steps)
         self.report.generation.tokens += steps.new_tokens
         return result

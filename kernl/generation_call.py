@@ -153,9 +153,9 @@ class Call:
     original: dict[str, Any]
 
 
-def read_model_arguments(model: Any, prompt: Tensor, max_length: int, model_kwargs: Mapping[str, Any]) -> Call:
+def read_model_arguments(model: Any, prepared: Prepared, max_length: int, lane: int) -> Call:
     """Sort out what transformers would pass to the model at each step. Raises Unserved for what has no place."""
-    arguments = dict(model_kwargs)
+    prompt, arguments = prepared.prompt, dict(prepared.model_kwargs)
     caches = [name for name, value in arguments.items() if isinstance(value, Cache)]
     if len(caches) != 1:
         raise Unserved("the model's cache is not one of transformers' caches")
@@ -187,6 +187,7 @@ def read_model_arguments(model: Any, prompt: Tensor, max_length: int, model_kwar
         plain=tuple(plain),
         encoder=None if encoder is None else (tuple(encoder.shape), encoder.dtype),
         autocast=_autocast_dtype(prompt.device),
+        lane=lane,
     )
     return Call(prompt, layout, tensors, encoder, encoder_length, arguments)
 

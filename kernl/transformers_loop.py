@@ -8,6 +8,7 @@ stays where it is, one CUDA graph serves all steps until the cache is full, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,16 +28,22 @@ Tensor = torch.Tensor
 class Steps:
     """Prefill and steps of one call of `generate`.
 
-    program_for: finds the program for a layout. length: tokens read. order: int64 [batch] or None, rows of the cache
-    that rows go on from at the next step. new_tokens: those that the logits given away were for.
+    program_for: finds the program for a layout. lock: held in each of them, not between: there transformers' loop runs
+    code of the user, which may wait for other calls of the same model.
+    length: tokens read. order: int64 [batch] or None, rows of the cache that rows go on from at the next step.
+    new_tokens: those that the logits given away were for.
     """
 
-    def __init__(self, call: Call, program_for: Callable[[Layout], LogitsProgram]) -> None:
+    def __init__(
+        self, call: Call, program_for: Callable[[Layout], LogitsProgram], lock: contextlib.AbstractContextManager[Any]
+    ) -> None:
         self.length = self.new_tokens = 0
         self.order: Tensor | None = None
         self._call = call
         self._program_for = program_for
-        self._program = program_for(call.layout)
+        self._lock = lock
+        with lock:
+            self._program = program_for(call.layout)
 
     @property
     def cache_name(self) -> str:
@@ -52,15 +59,16 @@ class Steps:
 
         Returns float32 [batch, vocabulary].
         """
-        if self.length == 0:
-            logits = self._program.prefill(tokens, self._call.tensors, self._call.encoder)
-        else:
-            if self.length == self.memory.layout.capacity:
-                smaller = self.memory
-                self._program = self._program_for(smaller.layout.larger(self.length + 1))
-                self.memory.take_over(smaller)
-            logits = self._program.step(tokens, self.order)
-            self.order = None
+        with self._lock:
+            if self.length == 0:
+                logits = self._program.prefill(tokens, self._call.tensors, self._call.encoder)
+            else:
+                if self.length == self.memory.layout.capacity:
+                    smaller = self.memory
+                    self._program = self._program_for(smaller.layout.larger(self.length + 1))
+                    self.memory.take_over(smaller)
+                logits = self._program.step(tokens, self.order)
+                self.order = None
         self.length += tokens.shape[1]
         self.new_tokens += tokens.shape[0]
         return logits

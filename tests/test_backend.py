@@ -12,6 +12,7 @@ from torch import nn
 
 from kernl import backend
 from kernl.backend import CannotRun, Inputs, compile_graph, kernl_backend, written_inputs
+from kernl.graph.table import placeholders_of
 from kernl.options import Options
 from kernl.report import KernlWarning, Report, forget_warnings
 from kernl.runtime.capability import DeviceCapability
@@ -124,6 +125,24 @@ def test_sizes_of_all_operands_are_known_while_tracing(one_is_a_size: bool, monk
     assert ops and all(backend.has_size_hints(node) for op in ops for node in op.all_input_nodes)
     seen = backend.stand_in(next(node for node in graphs[-1].graph.nodes if backend.is_kernl_op(node)))
     assert seen.shape == (2, 7, 16) and seen.stride() == (112, 16, 1)
+
+
+def test_kernels_of_equal_layers_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds, lower = [], backend.lower
+
+    def look(gm: torch.fx.GraphModule, example_inputs: Any, *others: Any) -> Any:
+        weights = dict(zip(placeholders_of(gm), example_inputs))
+        kinds.append([target for target, _ in backend.kinds_of_calls(gm, weights)])
+        return lower(gm, example_inputs, *others)
+
+    monkeypatch.setattr(backend, "lower", look)
+    with torch.no_grad():
+        compiled(tiny.bert(num_hidden_layers=2))(**tiny.text())
+        compiled(tiny.bert(num_hidden_layers=6))(**tiny.text())
+    few, many = kinds
+    assert sorted(map(str, few)) == sorted(map(str, many))
+    names = [target._schema.name for target in many]
+    assert names.count("kernl::attention") == names.count("kernl::merged_linear") == 1
 
 
 def test_cpu_is_said_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -455,20 +456,19 @@ def test_training_mode(models: dict[str, Any]) -> None:
     assert counts(model).transformers["the model is in training mode"] == 1
 
 
-def test_a_processor_that_generates_or_fails_or_asks_the_model(models: dict[str, Any]) -> None:
+def test_a_processor_that_generates_or_asks_the_model_or_fails(models: dict[str, Any]) -> None:
     model, inputs = kept(models, "llama"), prompt("llama")
     tokens = kernl.generate(model, **inputs, max_new_tokens=6, **ENDLESS)
     inner: list[torch.Tensor] = []
 
     def meddle(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         inner.append(kernl.generate(model, **inputs, max_new_tokens=6, **ENDLESS))
+        inner.append(kernl.generate(model, **inputs, max_new_tokens=6, logits_processor=[lambda _, x: x], **ENDLESS))
         model(ids)
         return scores
 
-    before = counts(model).transformers["it is called while the model generates"]
     outer = kernl.generate(model, **inputs, max_new_tokens=6, logits_processor=[meddle], **ENDLESS)
-    assert all(torch.equal(found, tokens) for found in (outer, *inner))
-    assert counts(model).transformers["it is called while the model generates"] == before + 6
+    assert len(inner) == 12 and all(torch.equal(found, tokens) for found in (outer, *inner))
 
     def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise KeyboardInterrupt
@@ -477,6 +477,35 @@ def test_a_processor_that_generates_or_fails_or_asks_the_model(models: dict[str,
         kernl.generate(model, **inputs, max_new_tokens=6, logits_processor=[fail])
     check(model, "stepped", **inputs, max_new_tokens=6, num_beams=2)
     check(model, **inputs, max_new_tokens=6)
+    assert not loop_of(model)._lanes
+
+
+def test_a_streamer_that_waits_for_another_call(models: dict[str, Any]) -> None:
+    """A queue that is full until another thread has generated with the same model."""
+    model, inputs = kept(models, "llama"), [prompt("llama", batch=1, seed=seed) for seed in (1, 2)]
+    want = [kernl.generate(model, **each, max_new_tokens=6, **ENDLESS) for each in inputs]
+    waits, answers = threading.Event(), []
+
+    class Patient(Streamer):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.tokens) == 7 + 3:
+                waits.set()
+                other.join(timeout=60)
+                assert not other.is_alive()
+
+    def answer() -> None:
+        waits.wait(timeout=60)
+        with torch.no_grad():
+            for arguments in ({}, {"num_beams": 1, "streamer": Streamer()}):
+                answers.append(kernl.generate(model, **inputs[1], max_new_tokens=6, **arguments, **ENDLESS))
+
+    other = threading.Thread(target=answer)
+    other.start()
+    streamer = Patient()
+    tokens = kernl.generate(model, **inputs[0], max_new_tokens=6, streamer=streamer, **ENDLESS)
+    assert torch.equal(tokens, want[0]) and streamer.tokens == tokens.flatten().tolist()
+    assert len(answers) == 2 and all(torch.equal(answer, want[1]) for answer in answers)
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernl.hf_attention": ("kernl.ops", "kernl.report"),
     "kernl.token_choice": (),
     "kernl.decoding": ("kernl.runtime", "kernl.token_choice"),
+    "kernl.generation_call": ("kernl.decoding", "kernl.token_choice"),
+    "kernl.transformers_loop": ("kernl.decoding", "kernl.generation_call"),
     # The loop of generation and `optimize_model` sit side by side: each finds the other when it is asked to.
     "kernl.generate": (
         "kernl.backend",
         "kernl.decoding",
         "kernl.front_door",
+        "kernl.generation_call",
         "kernl.handle",
         "kernl.model_state",
         "kernl.optimize",
@@ -72,6 +75,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kernl.report",
         "kernl.runtime",
         "kernl.token_choice",
+        "kernl.transformers_loop",
     ),
     "kernl.handle": (
         "kernl.front_door",

@@ -187,6 +187,7 @@ def test_offsets_beyond_32_bits() -> None:
     query = torch.randn(1, heads, 5, head_dim, dtype=torch.float16, device="cuda")
     output = attention(query, key, key)[:, -1:]
     expected = F.scaled_dot_product_attention(query[:, -1:].float(), key[:, -1:].float(), key[:, -1:].float())
+    # Results rounded to float16: half a step is 5e-4 of them, and of the probabilities that went in.
     torch.testing.assert_close(output.float(), expected, rtol=2e-3, atol=2e-3)
     assert torch.equal(attention(query, key, key)[:, 0], torch.zeros_like(query[:, 0]))
 
@@ -309,6 +310,7 @@ def test_compiled_by_inductor_with_symbolic_shapes(rng: torch.Generator) -> None
     compiled = torch.compile(block, dynamic=True)
     for tokens in (40, 77):
         operands = draw(rng, (2, 4, 4, tokens, tokens, 64), torch.float16)
+        # Inductor computes the GELU in float32, eager rounds to float16 before it: two of its steps, of 1e-3.
         torch.testing.assert_close(compiled(*operands), block(*operands), rtol=2e-3, atol=2e-3)
 
 
@@ -343,6 +345,7 @@ def test_decoding_in_a_cuda_graph_follows_the_offset(rng: torch.Generator) -> No
         offset.fill_(position)
         graph.replay()
         expected = exact(query, key[:, :, : position + 1], value[:, :, : position + 1])[0]
+        # Rounded to float16: half a step is 5e-4 of the result, and of the probabilities that went in.
         torch.testing.assert_close(output.double(), expected, rtol=2e-3, atol=2e-3)
 
 
@@ -370,6 +373,7 @@ def test_a_replayed_graph_drops_anew_and_the_backward_pass_the_same(rng: torch.G
         outputs.append(results[0].clone())
         # <dV, V> = <dO, out> only if the same probabilities were dropped in both directions.
         forward, backward = results[0].double().sum(), (results[3].double() * leaves[2].detach().double()).sum()
+        # Sums of 65,536 products rounded to float16, in the thousands; with other masks they are some 40 apart.
         torch.testing.assert_close(backward, forward, rtol=1e-2, atol=1.0)
     assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
 
