@@ -270,12 +270,18 @@ def test_training_gradients_are_those_of_the_plain_model() -> None:
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 def test_bert_large_is_rewritten_in_under_a_second(dynamic: bool | None) -> None:
-    """Of processor time, the best of three: other jobs on the machine slow it down, and are not what is measured."""
+    """Of processor time, the best of three: other jobs on the machine slow it down, and are not what is measured.
+
+    On a machine so slow that capturing the same model takes more than six seconds, a sixth of that.
+    """
     config = transformers.BertConfig(**{**TEXT, "num_hidden_layers": 24, "num_attention_heads": 16})
     model = transformers.BertModel(config).eval()
     seconds = []
+    in_backend = 0.0
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        nonlocal in_backend
+        entered = time.process_time()
         for _ in range(3):
             fresh = _copy_of(gm)
             started = time.process_time()
@@ -283,12 +289,15 @@ def test_bert_large_is_rewritten_in_under_a_second(dynamic: bool | None) -> None
             report = rewrite(fresh, strict=True)
             seconds.append(time.process_time() - started)
             assert report.matched("add_layer_norm") == 48
+        in_backend += time.process_time() - entered
         return gm.forward
 
     torch._dynamo.reset()
+    began = time.process_time()
     with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):  # as `capture` and the front door do
         torch.compile(model, backend=backend, dynamic=dynamic)(**FAMILIES["bert"].example())
-    assert min(seconds) < 1.0, seconds
+    captured = time.process_time() - began - in_backend
+    assert min(seconds) < max(1.0, captured / 6), (seconds, captured)
 
 
 def _copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
