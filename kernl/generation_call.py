@@ -44,12 +44,9 @@ _NEED_THE_MODEL_SET = (  # settings
 )
 _NEED_THE_HOST_SET = ("return_dict_in_generate", "output_scores", "output_logits", "max_time", "stop_strings")
 _LOOP_OF_TRANSFORMERS = ("_sample", "_beam_search", "_prefill", "_update_model_kwargs_for_generation")
-MODES = (  # of transformers' loops that can run over kernl's steps
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.BEAM_SEARCH,
-    GenerationMode.BEAM_SAMPLE,
-)
+_BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *_BEAMS)
+"""Of transformers' loops, those that can run over kernl's steps."""
 
 
 def why_not_by_arguments(model: Any, given: Mapping[str, Any]) -> str | None:
@@ -109,7 +106,7 @@ def refuse_steps(model: Any, prepared: Prepared) -> None:
     mode, prompt = prepared.mode, prepared.prompt
     if mode not in MODES:
         raise Unserved(f"generation mode {mode.value}")
-    if mode in MODES[2:] and hasattr(model, "_reorder_cache"):
+    if mode in _BEAMS and hasattr(model, "_reorder_cache"):
         raise Unserved(f"a {type(model).__name__} reorders its cache in its own way")
     if not getattr(model, "_can_compile_fullgraph", False):
         raise Unserved(f"a {type(model).__name__} does not take a static cache")
@@ -132,7 +129,7 @@ def refuse_what_needs_the_host(prepared: Prepared) -> None:
     for name in _NEED_THE_HOST_SET:
         if getattr(prepared.config, name, None):
             raise Unserved(f"argument {name}")
-    if prepared.mode in MODES[2:]:
+    if prepared.mode in _BEAMS:
         raise Unserved("beam search")
 
 
